@@ -1,0 +1,228 @@
+"""The seam: an attention backend is two pure functions over one declared layout.
+
+    forward(q, k, v, mask, rng, options)                                                     -> ForwardOut
+    backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)       -> Grads
+
+Layout rule, everywhere below `call.py`:
+
+    q (B, Sq, H, D)   k (B, Sk, Hk, D)   v (B, Sk, Hk, Dv)   out (B, Sq, H, Dv)   lse (B, H, Sq)
+
+any strides, any storage offset; lse is float32 (float64 for float64 inputs), the natural logarithm of the sum of the
+exponentials of the scaled and masked scores. `Hk` divides `H`; query head h reads key head h // (H / Hk).
+
+Pure means: no autograd ctx, no globals, no in-place writes to arguments. `backward` must accept an `out` and `lse` that
+came from *more* keys than it is given (a step of a ring is exactly that), unless its claims say it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys a query may attend to, as one frozen value; every part applies (biases add, the rest is "and").
+
+    dense     (b, h, q, k), each dim full or 1, never expanded. bool: True = may attend. float: added to the scaled scores.
+    key_keep  (B, Sk) bool, True = may be attended to by every query of that sample.
+    key_bias  (B, Sk) float, added to the scaled scores of every query of that sample.
+    causal    offset: query i sees keys j <= i + causal; None = not causal.
+    """
+
+    dense: Tensor | None = None
+    key_keep: Tensor | None = None
+    key_bias: Tensor | None = None
+    causal: int | None = None
+
+    def at(self, rows: slice, cols: slice, heads: slice = slice(None)) -> Mask:
+        """The same mask for queries `rows` (start and stop given), keys `cols` (likewise) and query heads `heads`."""
+        dense = self.dense
+        if dense is not None:
+            dense = dense[
+                :,
+                heads if dense.shape[1] > 1 else slice(None),
+                rows if dense.shape[2] > 1 else slice(None),
+                cols if dense.shape[3] > 1 else slice(None),
+            ]
+        causal = self.causal
+        if causal is not None:
+            causal += rows.start - cols.start
+            if causal >= cols.stop - cols.start - 1:  # already the first query sees every key of the block
+                causal = None
+        return Mask(
+            dense,
+            None if self.key_keep is None else self.key_keep[:, cols],
+            None if self.key_bias is None else self.key_bias[:, cols],
+            causal,
+        )
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The float part, the only one that can have a gradient."""
+        if self.dense is not None and self.dense.dtype != torch.bool:
+            return self.dense
+        return self.key_bias
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which parts are there, `causal` left out: dense_bool, dense_float, key_keep, key_bias."""
+        dense = None if self.dense is None else ("dense_bool" if self.dense.dtype == torch.bool else "dense_float")
+        keys = ("key_keep" if self.key_keep is not None else None, "key_bias" if self.key_bias is not None else None)
+        return frozenset(kind for kind in (dense, *keys) if kind is not None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a kernel is told besides tensors; plain values, hashable. `extra` is backend_options as sorted pairs."""
+
+    scale: float
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    deterministic: bool = False
+    return_lse: bool = False
+    extra: tuple[tuple[str, object], ...] = ()
+
+
+class Wanted(NamedTuple):
+    """Which gradients the caller needs."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool = False
+
+
+class ForwardOut(NamedTuple):
+    """out in q's dtype; lse; the random state that was drawn (None without dropout); tensors for backward."""
+
+    out: Tensor
+    lse: Tensor
+    rng: tuple[int, int] | None = None
+    saved: tuple[Tensor, ...] = ()
+
+
+class Grads(NamedTuple):
+    """Gradients in the dtype and shape of their inputs; None where not wanted. dbias has the shape of Mask.bias."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
+
+    masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others to dense_float if it takes that
+    bias_dtype         dtype of a dense_float bias it is handed: "accumulate" (float32; float64 for float64) or "input"
+    causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk) or "none"; `edge` splits the others
+    gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
+    any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
+    backward_from_lse  backward is right for an out and lse that came from more keys
+    dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
+    arithmetic         "float32" (scores and weights stay in float32 or wider) or "16-bit" (weights are rounded to the inputs' dtype)
+    """
+
+    dtypes: frozenset[torch.dtype]
+    masks: frozenset[str] = frozenset()
+    bias_dtype: Literal["accumulate", "input"] = "accumulate"
+    causal: Literal["offset", "top_left", "none"] = "none"
+    max_head_dim: int | None = None
+    gqa: bool = False
+    value_dim: bool = False
+    any_strides: bool = False
+    dropout: bool = False
+    softcap: bool = False
+    lse: bool = True
+    backward: bool = True
+    backward_from_lse: bool = True
+    dbias: bool = False
+    dlse: bool = False
+    deterministic: bool = True
+    arithmetic: Literal["float32", "16-bit"] = "float32"
+    options: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class OpPair:
+    """Two pure functions and what they claim. A pair that keeps what its backward needs in `saved` sets
+    `reads_inputs=False` and is handed None for q, k, v, out and lse there."""
+
+    name: str
+    forward: Callable[..., ForwardOut]
+    backward: Callable[..., Grads]
+    claims: Claims
+    reads_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A named backend: one pair per device type ("cpu", "cuda"), and why it cannot run here (None when it can)."""
+
+    name: str
+    summary: str
+    pairs: Mapping[str, OpPair]
+    unavailable: Callable[[str], Reason | None] = lambda device: None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that choosing a backend may look at: hashable, no tensors. Lengths and heads as the kernel will see them."""
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    q_len: int
+    k_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    mask_kinds: frozenset[str] = frozenset()
+    causal: int | None = None
+    wanted: Wanted = Wanted(False, False, False, False)
+    dropout: bool = False
+    softcap: bool = False
+    deterministic: bool = False
+    needs_lse: bool = False
+    from_lse: bool = False
+    options: frozenset[str] = frozenset()
+
+    @property
+    def training(self) -> bool:
+        return any(self.wanted)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot take a call: a stable code, the limit, the value seen, and what to do instead."""
+
+    code: str
+    text: str
+    limit: str = ""
+    value: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        detail = "; ".join(f"{n} {x}" for n, x in (("limit", self.limit), ("value", self.value)) if x)
+        return f"[{self.code}] {self.text}" + (f" ({detail})" if detail else "") + (f": {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and for every backend that was looked at the reasons against it (none for the chosen one)."""
+
+    backend: str
+    pair: OpPair
+    trace: tuple[tuple[str, tuple[Reason, ...]], ...] = field(default=())
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, of sums and of merged partial results for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
