@@ -1,0 +1,59 @@
+"""ringtrue: one attention call for PyTorch whose gradients are proven, on one device and under context parallelism."""
+
+from __future__ import annotations
+
+from . import errors, integrations
+from .api import Explanation, Support, attention, attention_backend, backends, explain, op_pair
+from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
+from .errors import (
+    ArgumentError,
+    CommunicationError,
+    DisagreementError,
+    GradientError,
+    ParallelError,
+    PeerError,
+    RingtrueError,
+    ScopeError,
+    UnsupportedError,
+)
+from .masks import Causal, Dense, KeyBias, KeyPadding
+from .parallel.config import ContextParallelConfig
+from .parallel.context import ContextParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "Causal",
+    "Claims",
+    "CommunicationError",
+    "ContextParallel",
+    "ContextParallelConfig",
+    "Dense",
+    "DisagreementError",
+    "Explanation",
+    "Facts",
+    "ForwardOut",
+    "Grads",
+    "GradientError",
+    "KeyBias",
+    "KeyPadding",
+    "Mask",
+    "OpPair",
+    "Options",
+    "ParallelError",
+    "PeerError",
+    "Reason",
+    "RingtrueError",
+    "ScopeError",
+    "Support",
+    "UnsupportedError",
+    "Wanted",
+    "attention",
+    "attention_backend",
+    "backends",
+    "errors",
+    "explain",
+    "integrations",
+    "op_pair",
+]

@@ -120,7 +120,7 @@ class Claims:
     """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
 
     masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others to dense_float if it takes that
-    bias_dtype         dtype of a dense_float bias it is handed: "accumulate" (float32; float64 for float64) or "input"
+    bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" or "any"
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk) or "none"; `edge` splits the others
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
@@ -131,7 +131,7 @@ class Claims:
 
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str] = frozenset()
-    bias_dtype: Literal["accumulate", "input"] = "accumulate"
+    bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
     causal: Literal["offset", "top_left", "none"] = "none"
     max_head_dim: int | None = None
     gqa: bool = False
@@ -216,9 +216,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and for every backend that was looked at the reasons against it (none for the chosen one)."""
+    """What was chosen, what had been asked for, and the reasons against every backend that was looked at."""
 
     backend: str
+    asked: str
     pair: OpPair
     trace: tuple[tuple[str, tuple[Reason, ...]], ...] = field(default=())
 

@@ -1,0 +1,193 @@
+"""The public call: choose, compose, run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from . import autograd, scope, select
+from . import call as calls
+from .backends import REGISTRY
+from .contract import Backend, Choice, Claims, OpPair, Reason
+from .edge import edge, widened
+from .errors import ArgumentError, UnsupportedError, message
+
+if TYPE_CHECKING:
+    from .parallel.context import ContextParallel, DeclaredCall
+
+    ParallelCall = ContextParallel | DeclaredCall
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: object = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    backend: str | OpPair | None = None,
+    deterministic: bool | None = None,
+    parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
+    backend_options: dict[str, object] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention with true gradients, on one device or across the ranks of a context.
+
+    query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv), any strides; float64, float32, bfloat16 or float16,
+    all three alike. Returns out (B, Sq, H, Dv) in that dtype, and with `return_lse` also lse (B, H, Sq), float32
+    (float64 for float64), the natural log-sum-exp of the scaled and masked scores. `layout="bhsd"` swaps S and H of
+    the inputs and of out.
+
+    attn_mask   bool tensor (True = may attend) or float tensor (added to the scaled scores), right-aligned broadcast to
+                (B, H, Sq, Sk), or Causal, KeyPadding, KeyBias, or several joined by `&`; at most one float mask. A query
+                that may attend to nothing gives out 0, lse -inf and zero gradients.
+    is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
+    scale       default 1/sqrt(D); 0.0 and negative values are values.
+    enable_gqa  allows Hk < H when Hk divides H.
+    backend     a name of `backends()`, "auto", or an OpPair; None = the scope's, else RINGTRUE_BACKEND, else "auto".
+                An explicit backend never falls back.
+    parallel    a ContextParallel or `cp.call(...)`; None = the scope's; False = this device alone.
+
+    Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that cannot
+    be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True"))
+    arguments = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
+        "softcap": softcap, "return_lse": return_lse, "layout": layout, "deterministic": deterministic,
+        "backend_options": backend_options,
+    }  # fmt: skip
+    context = _context(parallel, query, key, value)
+    if context is None:
+        call, choices = _prepare(query, key, value, backend, arguments)
+        pair, anchored = choices[0].pair, False
+    else:
+        with context.refusing_together():
+            call, choices = _prepare(query, key, value, backend, arguments, context)
+        pair, anchored = context.plan(call, choices)
+    out, lse = autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    return (out, lse) if return_lse else out
+
+
+def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ParallelCall | None:
+    """What the call runs under: a context or a declared call of one, or None for this device alone."""
+    if parallel is None:
+        return scope.current_context(calls.describe(q, k, v))  # type: ignore[return-value]
+    if parallel is False:
+        return None
+    if not hasattr(parallel, "refusing_together"):
+        raise ArgumentError(
+            message(
+                "parallel is not a context",
+                call=calls.describe(q, k, v),
+                limit="a ContextParallel, cp.call(...), False for this device alone, None for the scope's",
+                value=repr(parallel),
+            )
+        )
+    return parallel  # type: ignore[return-value]
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: str | OpPair | None,
+    arguments: dict[str, object],
+    context: ParallelCall | None = None,
+) -> tuple[calls.Call, tuple[Choice, ...]]:
+    """The validated call, and the backends that can take it as its plan needs them, best first."""
+    asked = backend if backend is not None else scope.current_backend(calls.describe(q, k, v)) or select.DEFAULT
+    if not isinstance(asked, OpPair):
+        asked = select.known(asked)
+    call = calls.normalise(q, k, v, **arguments, sharded=context is not None)  # type: ignore[arg-type]
+    facts = call.facts if context is None else context.facts(call)
+    if isinstance(asked, OpPair):
+        return call, select.fitting_pair(asked, facts, call.text)
+    return call, select.fitting(asked, facts, call.text)
+
+
+@contextlib.contextmanager
+def attention_backend(backend: str | OpPair) -> Iterator[None]:
+    """Choose the backend of the calls inside that name none themselves: a name of `backends()`, "auto" or an OpPair.
+
+    Nests, restores on exceptions, is per thread and per asyncio task. ArgumentError for an unknown name.
+    """
+    with scope.backend_scope(backend if isinstance(backend, OpPair) else select.known(backend, "attention_backend")):
+        yield
+
+
+@dataclass(frozen=True)
+class Support:
+    """One backend on one kind of device: what it claims, and why it cannot run here (None when it can)."""
+
+    name: str
+    device: str
+    summary: str
+    claims: Claims
+    unavailable: Reason | None
+
+
+def backends() -> tuple[Support, ...]:
+    """Every backend on every device it has a kernel for, best first; `claims` with the edge included."""
+    return tuple(
+        Support(b.name, device, b.summary, widened(pair.claims), _missing(b, device))
+        for b in REGISTRY
+        for device, pair in b.pairs.items()
+    )
+
+
+def _missing(backend: Backend, device: str) -> Reason | None:
+    if device == "cuda" and not torch.cuda.is_available():
+        return Reason("device", "this machine has no CUDA device", "cuda", "cpu")
+    return backend.unavailable(device)
+
+
+def op_pair(name: str, device: str | None = None) -> OpPair:
+    """The two pure functions of a backend, edge included, for "cpu" or "cuda" (default: the first it has).
+
+    ArgumentError for an unknown name or device.
+    """
+    plain = name.removeprefix("_")
+    for backend in REGISTRY:
+        if backend.name == plain:
+            device = device or next(iter(backend.pairs))
+            if device not in backend.pairs:
+                raise ArgumentError(
+                    message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
+                )
+            return edge(backend.pairs[device])
+    raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would run a call, and for each other one every reason against it."""
+
+    call: str
+    backend: str | None
+    reasons: dict[str, tuple[Reason, ...]]
+
+    def __str__(self) -> str:
+        lines = [self.call, f"  runs: {self.backend or 'nothing'}"]
+        for name, reasons in self.reasons.items():
+            lines += [f"  {name}: {reason}" for reason in reasons] or [f"  {name}: fits"]
+        return "\n".join(lines)
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **arguments: object) -> Explanation:
+    """What `attention` with the same arguments would choose on this device, and why not the others; runs nothing."""
+    asked = select.known(backend or select.DEFAULT)
+    call = calls.normalise(query, key, value, **arguments)  # type: ignore[arg-type]
+    reasons = {b.name: select.reasons_for(b, call.facts) for b in REGISTRY}
+    fits = [name for name, against in reasons.items() if not against and asked in (select.AUTO, name)]
+    return Explanation(call.text, fits[0] if fits else None, reasons)

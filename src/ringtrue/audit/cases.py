@@ -1,0 +1,130 @@
+"""The cases: what the contract tests judge every pair on, dtype by dtype, as far as its claims go."""
+
+from __future__ import annotations
+
+from .inputs import Case
+
+LENGTHS = (
+    *(Case(f"length-{s}", s, s) for s in (1, 5, 16, 33, 129)),
+    Case("heads-equal-length", 16, 16, heads=16, head_dim=8),
+    Case("one-key", 7, 1),
+    Case("one-key-gqa", 5, 1, heads=4, kv_heads=2),
+    Case("one-query", 1, 33),
+    Case("cross-longer-keys", 9, 70),
+    Case("cross-longer-queries", 70, 9),
+    Case("empty-batch", 5, 7, batch=0),
+    Case("empty-queries", 0, 7),
+    Case("empty-keys", 5, 0),
+    Case("empty-both", 0, 0),
+    Case("empty-keys-masked", 5, 0, mask="keep", causal=0),
+)
+HEADS = (
+    Case("gqa", 33, 21, heads=6, kv_heads=2),
+    Case("mqa", 16, 16, heads=4, kv_heads=1),
+    Case("wide-values", 17, 19, head_dim=16, value_dim=40),
+    Case("narrow-values", 17, 19, head_dim=40, value_dim=8),
+    Case("gqa-narrow-values-causal", 19, 19, heads=4, kv_heads=2, head_dim=24, value_dim=9, causal=0),
+    Case("one-channel", 12, 12, head_dim=1),
+    Case("odd-channels", 20, 24, head_dim=37),
+    Case("many-channels", 20, 24, head_dim=128),
+    Case("three-samples-one-head", 20, 24, batch=3, heads=1),
+)
+SCALES = (
+    Case("scale-zero", 9, 16, scale=0.0),
+    Case("scale-negative", 9, 16, scale=-0.3),
+    Case("scale-one", 9, 16, scale=1.0),
+    Case("scale-zero-causal", 16, 16, scale=0.0, causal=0),
+    Case("scale-negative-causal", 16, 16, scale=-0.3, causal=0),
+    Case("scale-negative-masked", 9, 16, mask="some:bqk", scale=-0.3, causal=2),
+)
+STORED = (
+    Case("heads-outermost", 33, 21, storage="heads_outermost"),
+    Case("heads-outermost-heads-equal-length", 8, 8, heads=8, storage="heads_outermost"),
+    Case("fused", 33, 33, storage="fused"),
+    Case("expanded", 17, 33, storage="expanded"),
+    Case("expanded-gqa", 17, 33, heads=4, kv_heads=2, storage="expanded"),
+    Case("misaligned", 17, 33, storage="misaligned"),
+    Case("misaligned-masked", 17, 33, mask="keep_ragged", causal=16, storage="misaligned"),
+    Case("inner-strided", 17, 33, storage="inner_strided"),
+    Case("inner-strided-wide-values", 17, 33, head_dim=8, value_dim=24, storage="inner_strided"),
+)
+DISTRIBUTIONS = (
+    Case("peaked", 33, 65, values="peaked"),
+    Case("peaked-causal", 65, 65, values="peaked", causal=0),
+    Case("heavy-tailed", 33, 65, values="heavy"),
+    Case("heavy-tailed-masked", 33, 65, values="heavy", mask="keep_ragged"),
+)
+BOOLS = (
+    *(Case(f"bool-{axes}", 13, 18, mask=f"some:{axes}") for axes in ("k", "q", "bk", "hk", "qk", "bqk", "hqk", "bhqk")),
+    Case("bool-all", 13, 18, mask="all:qk"),
+    Case("bool-strided", 13, 18, mask="strided:bqk"),
+    Case("bool-single", 13, 18, mask="single:bqk"),
+    Case("bool-blind", 13, 18, mask="blind:bqk"),
+    Case("bool-blind-per-head", 13, 18, mask="blind:hqk"),
+    Case("bool-blind-sample", 13, 18, mask="blind:bk"),
+    Case("bool-blind-rows", 13, 18, mask="blind:q"),
+    Case("bool-gqa", 13, 18, mask="some:hqk", heads=4, kv_heads=2),
+    Case("keep", 33, 21, mask="keep"),
+    Case("keep-ragged", 33, 70, mask="keep_ragged"),
+    Case("keep-blind", 13, 18, mask="keep_blind"),
+)
+FLOATS = (
+    *(Case(f"float-{axes}", 13, 18, mask=f"float:{axes}") for axes in ("k", "bk", "qk", "hqk", "bhqk")),
+    Case("float-q", 13, 18, mask="float_input:q"),
+    Case("float-of-input", 13, 18, mask="float_input:hqk"),
+    Case("float-strided", 13, 18, mask="float_strided:bqk"),
+    Case("float-infinite", 13, 18, mask="float_infinite:bqk"),
+    Case("float-blind", 13, 18, mask="float_blind:bhqk"),
+    Case("float-lowest", 13, 18, mask="float_lowest:bqk"),
+    Case("float-lowest-rows", 13, 18, mask="float_lowest_rows_input:bqk", splits=False),
+    Case("float-padding", 13, 18, mask="float_padding_input:bk"),
+    Case("float-gqa", 13, 18, mask="float:hqk", heads=4, kv_heads=2),
+    Case("bias", 33, 21, mask="bias"),
+    Case("bias-of-input", 33, 21, mask="bias_input"),
+    Case("bias-infinite", 13, 18, mask="bias_infinite"),
+    Case("bias-blind", 13, 18, mask="bias_blind"),
+    Case("bias-lowest", 13, 18, mask="bias_lowest"),
+    Case("bias-padding", 13, 18, mask="bias_padding"),
+)
+CAUSAL = (
+    Case("causal", 33, 33, causal=0),
+    Case("causal-wide", 9, 20, causal=0),
+    Case("causal-tall", 20, 9, causal=0),
+    Case("causal-bottom-right", 9, 20, causal=11),
+    Case("causal-bottom-right-blind", 20, 9, causal=-11),
+    Case("causal-negative", 16, 16, causal=-3),
+    Case("causal-all-blind", 5, 9, causal=-20),
+    Case("causal-last-row-only", 6, 9, causal=-5),
+    Case("causal-positive", 16, 16, causal=5),
+    Case("causal-beyond", 9, 20, causal=40),
+    Case("causal-one-query", 1, 20, causal=7),
+    Case("causal-one-key", 20, 1, causal=-4),
+)
+COMBINED = (
+    Case("causal-keep", 20, 20, mask="keep", causal=0),
+    Case("causal-keep-blind", 20, 20, mask="keep_blind", causal=-2),
+    Case("causal-bool", 20, 20, mask="some:bqk", causal=1),
+    Case("causal-float", 20, 20, mask="float:hqk", causal=0),
+    Case("causal-bias", 20, 24, mask="bias", causal=4),
+    Case("bool-keep", 13, 18, mask="some:hqk+keep"),
+    Case("float-keep", 13, 18, mask="float:qk+keep"),
+    Case("bool-bias", 13, 18, mask="some:bqk+bias"),
+    Case("bias-keep-causal", 20, 20, mask="bias+keep_ragged", causal=-1),
+    Case("all-of-them", 40, 40, mask="blind:bqk+keep_ragged+bias_infinite", causal=2, heads=4, kv_heads=2),
+)
+DEEPER = (
+    Case("softcap", 17, 33, values="peaked", softcap=3.0),
+    Case("softcap-masked", 20, 20, mask="float:hqk+keep_ragged", causal=0, softcap=2.0),
+    Case("grad-lse", 17, 33, grad_lse=True),
+    Case("grad-lse-one-key", 7, 1, grad_lse=True),
+    Case("grad-lse-blind", 13, 18, mask="blind:bqk", grad_lse=True),
+    Case("grad-lse-causal-gqa-bias", 20, 20, mask="bias", causal=-2, heads=4, kv_heads=2, grad_lse=True),
+)
+CASES: tuple[Case, ...] = (
+    *LENGTHS, *HEADS, *SCALES, *STORED, *DISTRIBUTIONS, *BOOLS, *FLOATS, *CAUSAL, *COMBINED, *DEEPER,
+)  # fmt: skip
+
+
+def case(id: str) -> Case:
+    """The case of that id."""
+    return next(c for c in CASES if c.id == id)

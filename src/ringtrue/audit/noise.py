@@ -1,0 +1,67 @@
+"""The rounding scale N of a problem, per element of each quantity, from the float64 truth.
+
+It gives a tolerance to what is exactly zero (dq and dk of one key), where a relative bound or the yardstick has none.
+With E_P the rms error of the weights and E_dS that of the score gradients, squares elementwise, @ the matrix product:
+
+    E_P      = P sqrt(u^2 + (u32 A)^2)                  A = |scale| |q||k|^T
+    N_out^2  = E_P^2 @ v^2                              N_dv^2 = (E_P^T)^2 @ g^2
+    E_dS^2   = (P u32)^2 (g^2 @ (v^2)^T + rowsum((g out)^2)) + (P u)^2 rowsum((g out)^2) + (E_P (dP - delta))^2
+    N_dq^2   = scale^2 E_dS^2 @ k^2                     N_dk^2 = scale^2 (E_dS^T)^2 @ q^2
+    N_dbias^2 = E_dS^2 summed over broadcast dims + (u_bias |dbias|)^2
+    N_lse^2  = rowsum((P u32 A)^2) + (u32 |lse|)^2      for float32 and float64 inputs only
+
+Softcap's slope multiplies E_dS on its way to dq and dk; dropout's mask M multiplies E_P in N_out and N_dv.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .inputs import Inputs
+from .rule import RULE
+from .truth import Quantities, Truth, by_head, sum_groups, sum_to_bias
+
+
+def noise(truth: Truth, inputs: Inputs) -> Quantities:
+    """N for every quantity, float64, in the quantity's shape; lse None for 16-bit inputs, dbias None without a bias."""
+    dtype, kv_heads = inputs.q.dtype, inputs.k.shape[2]
+    u, u32 = RULE.unit[dtype], RULE.unit_32(dtype)
+    group = inputs.q.shape[2] // kv_heads
+    q2, g2 = by_head(inputs.q) ** 2, by_head(inputs.grad_out) ** 2
+    k2, v2 = ((by_head(x) ** 2).repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
+    out, lse = truth.values.out, truth.values.lse
+    assert out is not None
+    assert lse is not None
+
+    weights, score_error = truth.weights, u32 * truth.magnitude
+    weight_error2 = weights**2 * (u**2 + score_error**2)
+    drawn_error2 = weight_error2 if inputs.dropout is None else weight_error2 * inputs.dropout.double() ** 2
+    row_terms = (g2 * by_head(out) ** 2).sum(-1, keepdim=True)
+    grad_error2 = (
+        (weights * u32) ** 2 * (g2 @ v2.mT + row_terms)
+        + (weights * u) ** 2 * row_terms
+        + weight_error2 * (truth.grad_weights - truth.delta) ** 2
+    )
+    scaled2 = inputs.options.scale**2 * grad_error2 * truth.slope**2
+    squares = Quantities(
+        out=(drawn_error2 @ v2).transpose(1, 2),
+        lse=_lse(truth, lse, score_error, u32) if dtype in (torch.float32, torch.float64) else None,
+        dq=(scaled2 @ k2).transpose(1, 2),
+        dk=sum_groups(scaled2.mT @ q2, kv_heads).transpose(1, 2),
+        dv=sum_groups(drawn_error2.mT @ g2, kv_heads).transpose(1, 2),
+        dbias=_dbias(truth, grad_error2, inputs),
+    )
+    return Quantities(*(None if x is None else x.sqrt() for x in squares))
+
+
+def _lse(truth: Truth, lse: Tensor, score_error: Tensor, u32: float) -> Tensor:
+    squares = ((truth.weights * score_error) ** 2).sum(-1) + (u32 * lse) ** 2
+    return squares.masked_fill(lse == -torch.inf, 0.0)  # those rows are compared as they are, not by distance
+
+
+def _dbias(truth: Truth, grad_error2: Tensor, inputs: Inputs) -> Tensor | None:
+    bias, dbias = inputs.mask.bias, truth.values.dbias
+    if bias is None or dbias is None:
+        return None
+    return sum_to_bias(grad_error2, inputs.mask) + (RULE.unit[bias.dtype] * dbias) ** 2

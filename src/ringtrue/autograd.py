@@ -1,0 +1,78 @@
+"""The one place where an OpPair meets autograd: the eager bridge, one light torch.autograd.Function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .contract import Mask, OpPair, Options, Wanted
+from .errors import GradientError, message
+
+
+def run(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, wanted: Wanted, anchored: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out and lse of one call, attached to the graph when an input wants a gradient.
+
+    `anchored` attaches them even when none of this rank's inputs does: its peers' gradients need it in backward.
+    """
+    if not (anchored or any(wanted)):
+        result = pair.forward(q, k, v, mask, None, options)
+        return result.out, result.lse
+    anchor = torch.zeros((), requires_grad=True) if anchored else None
+    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options)  # type: ignore[no-any-return]
+
+
+class _Bridge(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, anchor: Tensor | None, pair: OpPair, mask: Mask, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        result = pair.forward(q, k, v, mask, None, options)
+        ctx.pair, ctx.options, ctx.causal, ctx.rng = pair, options, mask.causal, result.rng
+        inputs = (q, k, v, result.out, result.lse) if pair.reads_inputs else (None,) * 5
+        ctx.save_for_backward(*inputs, mask.dense, mask.key_keep, mask.key_bias, *result.saved)
+        ctx.set_materialize_grads(False)
+        ctx.out_like = result.out.new_empty(0).expand(0), result.out.shape
+        return result.out, result.lse
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
+        pair: OpPair = ctx.pair
+        if grad_lse is not None and not pair.claims.dlse:
+            raise GradientError(
+                message(
+                    f"backend {pair.name!r} gives no gradient through lse yet",
+                    remedy='use backend="native_math" on one device, or lse.detach()',
+                )
+            )
+        q, k, v, out, lse, dense, keep, key_bias, *saved = ctx.saved_tensors
+        if grad_out is None:
+            like, shape = ctx.out_like
+            grad_out = like.new_zeros(shape)
+        wanted = Wanted(*ctx.needs_input_grad[:4])
+        with torch.no_grad():
+            grads = pair.backward(
+                grad_out, grad_lse, q, k, v, Mask(dense, keep, key_bias, ctx.causal), out, lse, ctx.rng, tuple(saved),
+                ctx.options, wanted,
+            )  # fmt: skip
+        kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, not be zero
+            kept = _NoSecondDerivative.apply(pair.name, grad_out if grad_out.requires_grad else q, *kept)
+        return *kept, None, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name: str, anchor: Tensor, *grads: Tensor | None):  # type: ignore[no-untyped-def]
+        ctx.name = name
+        return tuple(None if g is None else g.clone() for g in grads)
+
+    @staticmethod
+    def backward(ctx, *_: Tensor | None):  # type: ignore[no-untyped-def]
+        raise GradientError(
+            message(
+                f"double backward (a derivative of a gradient) through backend {ctx.name!r} is not supported yet",
+                remedy="compute the gradient penalty with plain eager attention",
+            )
+        )

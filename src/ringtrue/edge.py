@@ -1,0 +1,202 @@
+"""`edge(pair)`: everything that no two kernels agree on, so that a pair stays a schema and a call.
+
+Lowering the mask to what the pair takes, splitting an offset-causal call, key heads, head-dim padding, a last dim whose
+stride is not 1, empty calls, rows that see nothing. What `edge` returns claims all of that, whatever the pair claims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
+from .masks import dense_bias, live_rows
+from .merge import merge
+
+Block = tuple[slice, slice]
+
+
+def edge(pair: OpPair) -> OpPair:
+    """The pair with the layout rule, every mask kind and every size of section "Semantics" honoured around it."""
+    return replace(
+        pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=widened(pair.claims)
+    )
+
+
+def _forward(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options
+) -> ForwardOut:
+    if _empty(q, k):
+        return ForwardOut(*_nothing(q, v))
+    blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
+    if _whole(blocks, q, k):
+        return _forward_block(pair, q, k, v, mask, rng, options)
+    out, lse = _nothing(q, v, accumulate_dtype(q.dtype))
+    saved: tuple[Tensor, ...] = ()
+    for rows, cols in blocks:
+        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols), rng, options)
+        out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse)
+        saved += part.saved
+    return ForwardOut(out.to(q.dtype), lse, None, saved)
+
+
+def _backward(
+    pair: OpPair,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: object,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    if _empty(q, k):
+        zeros = [torch.zeros_like(x) if w else None for x, w in zip((q, k, v), wanted[:3], strict=True)]
+        return Grads(*zeros, torch.zeros_like(mask.bias) if wanted.bias and mask.bias is not None else None)
+    blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
+    if _whole(blocks, q, k):
+        return _backward_block(pair, grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
+    sums = [
+        torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) if w else None
+        for x, w in zip((q, k, v), wanted[:3], strict=True)
+    ]
+    per_block = len(saved) // max(len(blocks), 1)
+    for i, (rows, cols) in enumerate(blocks):
+        kept = saved[i * per_block : (i + 1) * per_block]
+        part = _backward_block(
+            pair, grad_out[:, rows], None, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols),
+            out[:, rows], lse[:, :, rows], rng, kept, options, wanted,
+        )  # fmt: skip
+        for total, grad, where in zip(sums, part[:3], (rows, cols, cols), strict=True):
+            if total is not None and grad is not None:
+                total[:, where] += grad
+    return Grads(*(None if s is None else s.to(q.dtype) for s in sums))
+
+
+def widened(claims: Claims) -> Claims:
+    """What a pair with these claims can do once the edge is around it."""
+    masks = claims.masks
+    if "dense_float" in masks:
+        masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
+    causal = claims.causal if claims.causal == "none" else "offset"
+    return replace(claims, masks=masks, bias_dtype="any", causal=causal, gqa=True, value_dim=True, any_strides=True)
+
+
+def _empty(q: Tensor, k: Tensor) -> bool:
+    return q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0
+
+
+def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """What queries get that see no key: out 0, lse -inf."""
+    batch, q_len, heads, _ = q.shape
+    out = torch.zeros(batch, q_len, heads, v.shape[-1], dtype=dtype or q.dtype, device=q.device)
+    lse = torch.full((batch, heads, q_len), float("-inf"), dtype=accumulate_dtype(q.dtype), device=q.device)
+    return out, lse
+
+
+def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
+    """Rectangles (rows, cols), each either wholly visible or causal with offset 0, that cover all that is visible."""
+    offset = mask.causal
+    every = slice(0, q_len), slice(0, k_len)
+    if offset is None or claims.causal == "offset" or offset == 0:
+        return [every]
+    if offset < 0:  # the first -offset queries see nothing
+        return [(slice(-offset, q_len), every[1])] if -offset < q_len else []
+    seen_by_all = min(offset, k_len)
+    below = [(every[0], slice(seen_by_all, k_len))] if seen_by_all < k_len else []
+    return [(every[0], slice(0, seen_by_all)), *below]
+
+
+def _whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
+    return blocks == [(slice(0, q.shape[1]), slice(0, k.shape[1]))]
+
+
+def _forward_block(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options
+) -> ForwardOut:
+    live = live_rows(mask, q.shape[1], k.shape[1], q.device)
+    lowered = _lower(mask, k.shape[1], q.dtype, pair.claims)
+    result = pair.forward(*_fit(pair.claims, q, k, v), lowered, rng, options)
+    out, lse = result.out[..., : v.shape[-1]], result.lse
+    if live is not None:
+        out = out.masked_fill(~live.transpose(1, 2).unsqueeze(-1), 0.0)
+        lse = lse.masked_fill(~live, float("-inf"))
+    return ForwardOut(out, lse, result.rng, result.saved)
+
+
+def _backward_block(
+    pair: OpPair,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: object,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    claims = pair.claims
+    live = live_rows(mask, q.shape[1], k.shape[1], q.device)
+    if live is not None:  # +inf makes every weight of such a row exp(-inf) = 0; -inf would make NaN
+        lse = lse.masked_fill(~live, float("inf"))
+    wide_q, wide_k, wide_v = _fit(claims, q, k, v)
+    wide_grad, wide_out = (_inner(claims, _pad(x, wide_v.shape[-1])) for x in (grad_out, out))
+    lowered = _lower(mask, k.shape[1], q.dtype, claims)
+    grads = pair.backward(
+        wide_grad, grad_lse, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
+    )
+    dq, dk, dv = (_unfit(g, x) for g, x in zip(grads[:3], (q, k, v), strict=True))
+    return Grads(dq, dk, dv, grads.dbias)
+
+
+def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as the kernel takes them: one key head per query head, equal widths, last dim contiguous."""
+    if not claims.gqa and k.shape[2] != q.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    if not claims.value_dim and q.shape[-1] != v.shape[-1]:
+        width = max(q.shape[-1], v.shape[-1])
+        q, k, v = (_pad(x, width) for x in (q, k, v))
+    return _inner(claims, q), _inner(claims, k), _inner(claims, v)
+
+
+def _unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """Undo `_fit` for a gradient: cut the padding, sum over the query heads of a group in float32."""
+    if grad is None:
+        return None
+    grad = grad[..., : like.shape[-1]]
+    if grad.shape[2] != like.shape[2]:
+        grad = grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=accumulate_dtype(grad.dtype))
+    return grad.to(like.dtype)
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _inner(claims: Claims, x: Tensor) -> Tensor:
+    return x if claims.any_strides or x.stride(-1) == 1 else x.contiguous()
+
+
+def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
+    """The mask in a form the pair takes: as it is, or all but its causal part as one additive bias."""
+    wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
+    if mask.kinds <= claims.masks and (mask.bias is None or wanted is None or mask.bias.dtype == wanted):
+        if mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides:
+            return mask
+    bias = dense_bias(mask, wanted or accumulate_dtype(dtype))
+    if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
+        bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
+    return Mask(dense=bias, causal=mask.causal)

@@ -1,0 +1,161 @@
+"""From what each rank says of a call to one Plan, by the same rules on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..contract import Choice, Wanted
+from ..errors import ArgumentError, DisagreementError, message
+from .config import ContextParallelConfig
+from .header import Header
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from ..call import Call
+
+# mask kinds of a declared call -> kinds of Mask
+DECLARED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "key_bool": frozenset({"key_keep"}),
+    "key_float": frozenset({"key_bias"}),
+    "rows_bool": frozenset({"dense_bool"}),
+    "rows_float": frozenset({"dense_float"}),
+}
+
+
+def same(call: Call) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    facts, options, dense, bias = call.facts, call.options, call.mask.dense, call.mask.key_bias
+    return {
+        "batch": facts.batch,
+        "heads": facts.heads,
+        "key heads": facts.kv_heads,
+        "head dim": facts.head_dim,
+        "value dim": facts.value_dim,
+        "dtype": _short(facts.dtype),
+        "device": facts.device,
+        "causal": sorted(call.alignments),
+        "scale": options.scale,
+        "dropout_p": options.dropout_p,
+        "softcap": options.softcap,
+        "deterministic": options.deterministic,
+        "return_lse": options.return_lse,
+        "backend options": [[k, repr(v)] for k, v in options.extra],
+        "mask batch, heads, columns": None if dense is None else [dense.shape[0], dense.shape[1], dense.shape[3]],
+        "mask dtype": None if dense is None else _short(dense.dtype),
+        "KeyBias dtype": None if bias is None else _short(bias.dtype),
+    }
+
+
+def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
+    """What may differ: lengths, wanted gradients, the backends that fit here (best first), key masks."""
+    dense = call.mask.dense
+    return {
+        "q": call.facts.q_len,
+        "k": call.facts.k_len,
+        "kinds": sorted(call.mask.kinds),
+        "rows": 1 if dense is None else dense.shape[2],
+        "wanted": [bool(w) for w in call.facts.wanted],
+        "fits": [choice.backend for choice in choices],
+        "asked": choices[0].asked,
+    }
+
+
+def settle(
+    config: ContextParallelConfig, rank: int, call: Call, headers: Sequence[Header]
+) -> tuple[Plan, str]:
+    """The plan all ranks reach from the same headers, and the backend: the first that fits everywhere."""
+    said = [header.own for header in headers]
+    kinds = [frozenset(map(str, s["kinds"])) for s in said]  # type: ignore[call-overload]
+    _equal("mask", [", ".join(sorted(k - {"key_keep"})) or "no other than KeyPadding" for k in kinds], call)
+    _equal("backend", [str(s["asked"]) for s in said], call)
+    fits: list[list[str]] = [list(s["fits"]) for s in said]  # type: ignore[call-overload]
+    common = [name for name in fits[0] if all(name in f for f in fits)]
+    if not common:
+        _equal("backends that fit", [", ".join(f) for f in fits], call)
+    wanted = Wanted(*(any(s["wanted"][i] for s in said) for i in range(4)))  # type: ignore[index]
+    plan = Plan(
+        rank=rank,
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        heads=call.facts.heads,
+        kv_heads=call.facts.kv_heads,
+        q_lengths=tuple(int(s["q"]) for s in said),  # type: ignore[call-overload]
+        k_lengths=tuple(int(s["k"]) for s in said),  # type: ignore[call-overload]
+        alignments=call.alignments,
+        key_kinds=frozenset().union(*kinds) & {"key_keep", "key_bias"},
+        mask_rows=any(s["rows"] != 1 for s in said),
+        wanted=wanted,
+    )
+    _columns(call, plan)
+    return plan, common[0]
+
+
+def declared(
+    config: ContextParallelConfig,
+    rank: int,
+    call: Call,
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...],
+    kind: str,
+) -> Plan:
+    """The plan of a declared call; what this rank passed is checked against it."""
+    expected = DECLARED[kind]
+    kinds = call.mask.kinds
+    if kinds != expected and not (kind == "key_bool" and not kinds):  # None under "key_bool" keeps all keys
+        _fail(call, "the mask is of another kind than declared", kind, ", ".join(sorted(kinds)) or "none", "cp.call(mask=...)")
+    lengths = (call.facts.q_len, call.facts.k_len)
+    if lengths != (q_lengths[rank], k_lengths[rank]):
+        _fail(
+            call,
+            f"rank {rank} holds other lengths than declared",
+            f"q {q_lengths[rank]}, k {k_lengths[rank]}",
+            f"q {lengths[0]}, k {lengths[1]}",
+            "declare every rank's lengths in rank order",
+        )
+    plan = Plan(
+        rank=rank,
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        heads=call.facts.heads,
+        kv_heads=call.facts.kv_heads,
+        q_lengths=q_lengths,
+        k_lengths=k_lengths,
+        alignments=call.alignments,
+        key_kinds=expected & {"key_keep", "key_bias"},
+        mask_rows=kind.startswith("rows"),
+        wanted=call.facts.wanted,
+    )
+    _columns(call, plan)
+    return plan
+
+
+def _columns(call: Call, plan: Plan) -> None:
+    """A tensor mask has the columns of all keys (or 1); every rank finds the same, so all raise."""
+    dense = call.mask.dense
+    total = sum(plan.k_lengths)
+    if dense is not None and dense.shape[3] not in (1, total):
+        _fail(
+            call,
+            "a tensor mask under context parallelism has this rank's rows and the columns of all keys",
+            f"{total} columns (keys per rank {list(plan.k_lengths)})",
+            f"{dense.shape[3]} columns",
+            "for a key mask that is sharded like the keys pass KeyPadding(bool (B, Sk_local)) or KeyBias",
+        )
+
+
+def _equal(what: str, per_rank: Sequence[str], call: Call) -> None:
+    if len(set(per_rank)) > 1:
+        seen = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(per_rank))
+        raise DisagreementError(
+            message(f"ranks disagree on {what}", call=call.text, value=seen, remedy="pass the same kind on every rank")
+        )
+
+
+def _fail(call: Call, problem: str, limit: str, value: str, remedy: str) -> None:
+    raise ArgumentError(message(problem, call=call.text, limit=limit, value=value, remedy=remedy))
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

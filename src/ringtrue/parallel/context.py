@@ -1,0 +1,215 @@
+"""A context: the ranks that share one sequence, and what they agree on before each call."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from .. import scope
+from ..contract import Choice, Facts, OpPair
+from ..errors import ArgumentError, UnsupportedError, message
+from . import agreement
+from .comm import Connectable, connect
+from .config import ContextParallelConfig
+from .header import Header, agree
+from .shard import Gather, shard
+
+if TYPE_CHECKING:
+    from ..call import Call
+
+MaskKind = Literal["none", "key_bool", "key_float", "rows_bool", "rows_float"]
+
+
+class ContextParallel:
+    """The ranks of one context, with groups of their own, built once.
+
+    `with cp:` makes it the context of the attention calls inside. Context rank = ring_rank x ulysses_degree +
+    ulysses_rank. Every gradient, of inputs and of all parameters, is Partial("sum") over the context ranks: the objective
+    is the sum over ranks of what each rank back-propagates. All ranks make the same calls in the same order.
+
+    Raises ArgumentError when the degrees do not fit the mesh or the process group.
+    """
+
+    def __init__(self, config: ContextParallelConfig) -> None:
+        mesh = config.mesh
+        self.config = config
+        self.groups = connect(mesh, config.ulysses_degree, config.ring_degree, config.timeout)  # type: ignore[arg-type]
+        self.rank = self.groups.context.rank
+        self.size = self.groups.context.size
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> ContextParallel:
+        scope.enter_context(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        scope.leave_context()
+
+    def __repr__(self) -> str:
+        degrees = f"ulysses_degree={self.config.ulysses_degree}, ring_degree={self.config.ring_degree}"
+        return f"ContextParallel(rank {self.rank} of {self.size}, {degrees})"
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of `x`, which is whole and equal on every rank: `tensor_split` along `dim`, maybe empty.
+
+        Backward zero-pads: the gradient of `x` is Partial("sum").
+        """
+        return shard(x, self._dim(x, dim), self.size, self.rank)
+
+    def gather(
+        self,
+        x: Tensor,
+        dim: int,
+        lengths: Sequence[int] | None = None,
+        backward: Literal["sum", "slice"] = "sum",
+    ) -> Tensor:
+        """Every rank's shard of any length, joined along `dim`, whole and equal on every rank.
+
+        lengths   tokens per context rank; given, nothing is exchanged beforehand. Local size is checked against it.
+        backward  "sum" (the rule of this library): each rank's gradient of a shard is summed by its owner, in float32.
+                  "slice" (diffusers' convention, last gather only): each rank keeps its own slice; parameters after it
+                  are then not Partial.
+        """
+        dim = self._dim(x, dim)
+        if backward not in ("sum", "slice"):
+            raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
+        wants = torch.is_grad_enabled() and x.requires_grad
+        anchored = False
+        if lengths is None and self.config.lengths == "equal":
+            lengths = [x.shape[dim]] * self.size
+        if lengths is None:
+            others = [n for i, n in enumerate(x.shape) if i != dim]
+            same = {"dtype": str(x.dtype), "dim": dim, "other dims": others, "backward": backward}
+            headers = self.agree("gather", same, {"length": x.shape[dim], "wants": wants})
+            lengths = [int(h.own["length"]) for h in headers]  # type: ignore[call-overload]
+            anchored = not wants and any(h.own["wants"] for h in headers)
+        elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
+            raise ArgumentError(
+                message("gather: lengths do not fit", limit=f"{self.size} lengths, own {x.shape[dim]}", value=list(lengths))
+            )
+        anchor = torch.zeros((), requires_grad=True) if anchored else None
+        return Gather.apply(x, anchor, dim, tuple(lengths), self.groups.context, backward)  # type: ignore[no-any-return]
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """For a loss that every rank computes identically from a gathered output: loss / number of context ranks."""
+        return loss / self.size
+
+    def call(
+        self,
+        q_lengths: Sequence[int] | None = None,
+        k_lengths: Sequence[int] | None = None,
+        mask: MaskKind = "none",
+        joint_prefix: int = 0,
+        kv_replicated: bool = False,
+    ) -> ContextParallel | DeclaredCall:
+        """What to pass as `parallel` to declare a call's lengths (tokens per context rank) and mask kind.
+
+        Nothing is then exchanged before the call; this rank's sizes and mask are checked against the declaration; dtype
+        and wanted gradients are equal on all ranks by contract.
+        """
+        for name, value in (("joint_prefix", joint_prefix), ("kv_replicated", kv_replicated)):
+            if value:
+                raise UnsupportedError(message(f"{name} is not supported yet", value=value, remedy="shard q, k and v alike"))
+        kinds = agreement.DECLARED
+        if mask not in kinds:
+            raise ArgumentError(message("call: unknown mask kind", limit=", ".join(kinds), value=repr(mask)))
+        if q_lengths is None and k_lengths is None and mask == "none":
+            return self
+        if q_lengths is None or k_lengths is None:
+            if self.config.lengths != "equal" or q_lengths is not None or k_lengths is not None:
+                raise ArgumentError(
+                    message(
+                        "call: lengths are not declared",
+                        limit=f"q_lengths and k_lengths, {self.size} numbers each",
+                        value=f"q_lengths={q_lengths}, k_lengths={k_lengths}",
+                        remedy='give both, or configure lengths="equal"',
+                    )
+                )
+            return DeclaredCall(self, None, None, mask)
+        for name, given in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
+            if len(given) != self.size or any(n < 0 for n in given):
+                raise ArgumentError(message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=list(given)))
+        return DeclaredCall(self, tuple(q_lengths), tuple(k_lengths), mask)
+
+    def agree(
+        self, what: str, same: Mapping[str, object], own: Mapping[str, object], error: str | None = None
+    ) -> tuple[Header, ...]:
+        """One small header from every rank, in rank order, before any payload.
+
+        DisagreementError on all ranks when anything in `same` differs; PeerError on the others when one brings an error.
+        """
+        return agree(self.groups.header, Header(next(self._numbers), what, same, own, error))
+
+    def facts(self, call: Call) -> Facts:
+        """The facts as a kernel of this context meets them: exchanges need lse, a ring's backward gets a merged one."""
+        if call.facts.wanted.bias:
+            raise UnsupportedError(
+                message(
+                    "the gradient of a float mask is not supported under context parallelism yet",
+                    call=call.text,
+                    remedy="mask.detach(), or parallel=False with native_math",
+                )
+            )
+        ring = self.config.ring_degree > 1
+        return replace(call.facts, needs_lse=call.facts.needs_lse or self.size > 1, from_lse=ring)
+
+    @contextlib.contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """A rank that refuses its own call tells the others, so that all of them raise instead of waiting."""
+        try:
+            yield
+        except Exception as error:
+            if self.config.lengths == "exchange":
+                self.agree("attention", {}, {}, f"{type(error).__name__}: {error}")
+            raise
+
+    def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:
+        """Agree with the other ranks on this call -> (the composed pair, whether peers need this rank's backward)."""
+        if self.config.lengths == "equal":
+            return DeclaredCall(self, None, None, "none").plan(call, choices)
+        headers = self.agree("attention", agreement.same(call), agreement.own(call, choices))
+        plan, backend = agreement.settle(self.config, self.rank, call, headers)
+        pair = next(choice.pair for choice in choices if choice.backend == backend)
+        anchored = any(plan.wanted) and not any(call.facts.wanted)
+        return plan.compose(self.groups, pair), anchored
+
+    def _dim(self, x: Tensor, dim: int) -> int:
+        if not -x.dim() <= dim < x.dim():
+            raise ArgumentError(message("dim is out of range", limit=f"{-x.dim()} to {x.dim() - 1}", value=dim))
+        return dim % x.dim()
+
+
+@dataclass(frozen=True)
+class DeclaredCall:
+    """A context with one call's lengths (None: every rank holds as many tokens as this one) and mask kind declared."""
+
+    context: ContextParallel
+    q_lengths: tuple[int, ...] | None
+    k_lengths: tuple[int, ...] | None
+    mask: MaskKind
+
+    def facts(self, call: Call) -> Facts:
+        return self.context.facts(call)
+
+    @contextlib.contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """Nothing is exchanged in a declared call, so a refusal stays on its rank."""
+        yield
+
+    def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:
+        """The composed pair; `declared` checks this rank's part against the declaration."""
+        context = self.context
+        size = context.size
+        q_lengths = self.q_lengths or (call.facts.q_len,) * size
+        k_lengths = self.k_lengths or (call.facts.k_len,) * size
+        plan = agreement.declared(context.config, context.rank, call, q_lengths, k_lengths, self.mask)
+        return plan.compose(context.groups, choices[0].pair), False
+
+
+__all__ = ["Connectable", "ContextParallel", "DeclaredCall"]

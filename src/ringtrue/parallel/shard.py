@@ -1,0 +1,48 @@
+"""`shard` and `gather`: the only differentiable collectives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contract import accumulate_dtype
+from .comm import Comm, Template
+
+
+def shard(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    """This rank's slice of a tensor that is whole on every rank; autograd zero-pads it, so the gradient is Partial("sum")."""
+    return x.tensor_split(size, dim)[rank]
+
+
+class Gather(torch.autograd.Function):
+    """The shards of all ranks, joined along a dim. Backward "sum": every rank's gradient of a shard goes to its owner,
+    which sums in float32; "slice": this rank's own slice only (diffusers' convention, for one identical loss).
+    An `anchor` that requires grad makes a rank take part in backward although its own shard wants no gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x: Tensor, anchor: Tensor | None, dim: int, lengths: tuple[int, ...], comm: Comm, backward: str
+    ) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.comm, ctx.how = dim, lengths, comm, backward
+        forms = [[Template(_with(x, dim, n), x.dtype)] for n in lengths]
+        received = comm.exchange([[x]] * comm.size, forms, x.device).wait()
+        return torch.cat([part for (part,) in received], dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        parts = grad.split(ctx.lengths, ctx.dim)
+        mine = parts[ctx.comm.rank]
+        if ctx.how == "slice":
+            return mine.contiguous(), *(None,) * 5
+        form = [Template(tuple(mine.shape), grad.dtype)]
+        received = ctx.comm.exchange([[p] for p in parts], [form] * ctx.comm.size, grad.device).wait()
+        total = torch.zeros(mine.shape, dtype=accumulate_dtype(grad.dtype), device=grad.device)
+        for (part,) in received:
+            total += part
+        return total.to(grad.dtype), *(None,) * 5
+
+
+def _with(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
+    shape = list(x.shape)
+    shape[dim] = length
+    return tuple(shape)

@@ -1,0 +1,123 @@
+"""Claims against facts -> Choice. A backend is data here; every reason against it is returned, never only the first."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from .backends import REGISTRY
+from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
+from .edge import edge, widened
+from .errors import ArgumentError, UnsupportedError, message
+
+AUTO = "auto"
+
+
+def names() -> tuple[str, ...]:
+    """The names that may be passed as backend: every registered one, and "auto"."""
+    return (*(b.name for b in REGISTRY), AUTO)
+
+
+def known(name: str, where: str = "backend") -> str:
+    """The canonical name (diffusers' names carry a leading underscore), or an error that lists the known ones."""
+    plain = name.removeprefix("_") if isinstance(name, str) else name
+    if plain not in names():
+        raise ArgumentError(
+            message(f"unknown backend in {where}", limit=", ".join(names()), value=repr(name), remedy="pick one of those")
+        )
+    return plain
+
+
+# Read once, at import; an empty value counts as unset.
+DEFAULT = known(os.environ.get("RINGTRUE_BACKEND") or AUTO, "RINGTRUE_BACKEND")
+
+
+def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
+    """Every reason why a pair with these claims, edge included, cannot take a call with these facts."""
+    claims = widened(claims)
+    training = facts.training
+    unknown = facts.options - claims.options
+    masks = facts.mask_kinds - claims.masks
+    table = (
+        (facts.dtype not in claims.dtypes, "dtype", "does not take this dtype", _list(claims.dtypes), facts.dtype, "cast"),
+        (bool(masks), "mask", "does not take this mask", _list(claims.masks), _list(masks), "choose another backend"),
+        (
+            facts.causal is not None and claims.causal == "none",
+            "causal", "has no causal attention", "not causal", "causal", "choose another backend",
+        ),
+        (
+            claims.max_head_dim is not None and max(facts.head_dim, facts.value_dim) > claims.max_head_dim,
+            "head-dim", "head dim is too large", claims.max_head_dim, max(facts.head_dim, facts.value_dim), "",
+        ),
+        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout yet", "dropout_p = 0", "dropout_p > 0", "drop it"),
+        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap yet", "softcap = 0", "softcap > 0", "drop it"),
+        (
+            training and not claims.backward,
+            "no-backward", "has no backward", "no input requires grad", _list(_wanted(facts)), "use torch.no_grad()",
+        ),
+        (
+            facts.wanted.bias and not claims.dbias,
+            "no-dbias", "gives no gradient of a float mask", "mask does not require grad", "it does",
+            'use "native_math", or mask.detach()',
+        ),
+        (facts.needs_lse and not claims.lse, "no-lse", "returns no lse", "return_lse=False, no ring", "lse needed", ""),
+        (
+            facts.from_lse and training and not claims.backward_from_lse,
+            "no-backward-from-lse", "its backward needs its own forward's lse", "no ring", "ring", "use Ulysses",
+        ),
+        (
+            facts.deterministic and training and not claims.deterministic,
+            "not-deterministic", "its backward is not deterministic", "deterministic=False", "deterministic=True", "",
+        ),
+        (bool(unknown), "unknown-option", "does not know this option", _list(claims.options) or "none", _list(unknown), ""),
+    )  # fmt: skip
+    return tuple(Reason(code, text, str(limit), str(value), remedy) for hit, code, text, limit, value, remedy in table if hit)
+
+
+def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
+    """Every reason why a backend cannot take a call here: its device, its availability, then its claims."""
+    pair = backend.pairs.get(facts.device)
+    if pair is None:
+        return (Reason("device", "has no kernel for this device", _list(backend.pairs), facts.device, "move the tensors"),)
+    missing = backend.unavailable(facts.device)
+    return (*(() if missing is None else (missing,)), *reasons_against(pair.claims, facts))
+
+
+@lru_cache(maxsize=4096)
+def fitting(name: str, facts: Facts, call: str = "") -> tuple[Choice, ...]:
+    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
+    trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
+    fits = [b for b, (_, reasons) in zip(REGISTRY, trace, strict=True) if not reasons]
+    if name == AUTO:  # auto ignores grad mode: a reentrant checkpoint's first pass has it off
+        fits = [b for b in fits if b.pairs[facts.device].claims.backward]
+    chosen = [b for b in fits if name in (AUTO, b.name)]
+    if not chosen:
+        raise refusal(name, trace, [b.name for b in fits], call)
+    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen)
+
+
+def fitting_pair(pair: OpPair, facts: Facts, call: str = "") -> tuple[Choice, ...]:
+    """A pair handed in by the caller, judged by its own claims."""
+    trace = ((pair.name, reasons_against(pair.claims, facts)),)
+    if trace[0][1]:
+        raise refusal(pair.name, trace, [], call)
+    return (Choice(pair.name, pair.name, edge(pair), trace),)
+
+
+def refusal(
+    name: str, trace: tuple[tuple[str, tuple[Reason, ...]], ...], others: list[str], call: str
+) -> UnsupportedError:
+    """The error of a call that nothing, or not the backend asked for, can take: every reason, and who could."""
+    asked = [(n, reasons) for n, reasons in trace if name in (AUTO, n)]
+    lines = [f"{n}: {reason}" for n, reasons in asked for reason in reasons]
+    problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
+    remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
+    return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
+
+
+def _wanted(facts: Facts) -> list[str]:
+    return [n for n, w in zip(("query", "key", "value", "mask"), facts.wanted, strict=True) if w]
+
+
+def _list(items: object) -> str:
+    return ", ".join(sorted(str(i) for i in items))  # type: ignore[attr-defined]
