@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-SCRIPTS = dict(re.findall(r"Save as `(\w+\.py)`[^`]*```python\n(.*?)```", README, re.DOTALL))
+SCRIPTS = dict(re.findall(r"Save as `(\w+\.py)`[^\n]*\n+```python\n(.*?)```", README, re.DOTALL))
 START = re.search(r"^torchrun (.*) two\.py$", README, re.MULTILINE)
 
 

@@ -125,6 +125,6 @@ CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-def case(id: str) -> Case:
+def case(name: str) -> Case:
     """The case of that id."""
-    return next(c for c in CASES if c.id == id)
+    return next(c for c in CASES if c.id == name)

@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of one call, in the layouts of contract.py. dropout: the mask that was drawn, (B, H, Sq, Sk), or None."""
+    """The tensors of one call, in the layouts of contract.py. dropout: the drawn mask (B, H, Sq, Sk), or None."""
 
     q: Tensor
     k: Tensor

@@ -19,7 +19,7 @@ NAMES = Quantities._fields
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one quantity is from the truth, how far it may be, in both norms; `problem` where no distance is defined."""
+    """How far one quantity is from the truth, how far it may be, in both norms; or the `problem` in measuring it."""
 
     quantity: str
     ok: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def chunk_law(pair: OpPair, inputs: Inputs, cuts: Sequence[int]) -> Quantities:
 
 
 def merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Partial (out (B, Sq, H, Dv), lse (B, H, Sq)) over disjoint keys -> the whole, in float32 (float64 for float64)."""
+    """Partial (out (B, Sq, H, Dv), lse (B, H, Sq)) over disjoint keys -> the whole, in float32 (or float64)."""
     lse = torch.stack(list(lses))
     total = lse.logsumexp(0)
     shares = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().transpose(2, 3).unsqueeze(-1)
@@ -60,7 +61,7 @@ def merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 def _parts(cuts: Sequence[int], length: int) -> Iterator[slice]:
     edges = (0, *cuts, length)
-    return (slice(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    return (slice(a, b) for a, b in pairwise(edges))
 
 
 def _total(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..contract import Mask
 
 
 class Quantities(NamedTuple):
-    """What is judged: out (B, Sq, H, Dv), lse (B, H, Sq), gradients shaped like q, k, v and Mask.bias; None = absent."""
+    """What is judged: out (B, Sq, H, Dv), lse (B, H, Sq), gradients shaped like q, k, v and Mask.bias; or None."""
 
     out: Tensor | None
     lse: Tensor | None = None
@@ -33,9 +33,9 @@ class Quantities(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The float64 quantities, and the steps towards them that say how large rounding may be (see judge.noise).
+    """The float64 quantities, and the steps towards them that say how large rounding may be (noise.py).
 
-    weights P, grad_weights dP, slope 1 - tanh^2 and magnitude |scale| |q||k|^T are (B, H, Sq, Sk); delta is (B, H, Sq, 1).
+    weights P, grad_weights dP, slope 1 - tanh^2 and magnitude |scale| |q||k|^T: (B, H, Sq, Sk). delta: (B, H, Sq, 1).
     """
 
     values: Quantities

@@ -55,7 +55,7 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "q": call.facts.q_len,
         "k": call.facts.k_len,
         "kinds": sorted(call.mask.kinds),
-        "rows": 1 if dense is None else dense.shape[2],
+        "rows": None if dense is None else dense.shape[2],
         "wanted": [bool(w) for w in call.facts.wanted],
         "fits": [choice.backend for choice in choices],
         "asked": choices[0].asked,
@@ -85,11 +85,16 @@ def settle(
         k_lengths=tuple(int(s["k"]) for s in said),  # type: ignore[call-overload]
         alignments=call.alignments,
         key_kinds=frozenset().union(*kinds) & {"key_keep", "key_bias"},
-        mask_rows=any(s["rows"] != 1 for s in said),
+        mask_rows=_mask_rows([(int(s["q"]), int(s["rows"])) for s in said if s["rows"] is not None]),  # type: ignore[call-overload]
         wanted=wanted,
     )
     _columns(call, plan)
     return plan, common[0]
+
+
+def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
+    """Whether a dense mask differs by row, from (queries, mask rows) per rank: one row for many queries is a broadcast."""
+    return any(rows != 1 for _, rows in ranks) or (bool(ranks) and all(queries <= 1 for queries, _ in ranks))
 
 
 def declared(

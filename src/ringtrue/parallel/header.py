@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -65,11 +65,11 @@ def agree(comm: Comm, mine: Header) -> tuple[Header, ...]:
 
 
 def _pack(header: Header) -> Tensor:
-    text = _json(asdict(header))
+    text = _json(vars(header))
     if len(text) > SIZE - PREFIX and header.error is not None:
         header = replace(header, same={}, own={})  # nobody reads them beside an error
         error = header.error or ""
-        while error and len(text := _json(asdict(replace(header, error=error + "…")))) > SIZE - PREFIX:
+        while error and len(text := _json(vars(replace(header, error=error + "…")))) > SIZE - PREFIX:
             error = error[: -max(1, (len(text) - SIZE + PREFIX) // 4)]
     if len(text) > SIZE - PREFIX:
         fields = {**header.same, **header.own}

@@ -123,8 +123,8 @@ class TwinComm:
             return Ready(self._copy(parcel, device))
         leaving = {to: parcel} if to is not None and payload(describe(parcel)) else {}
         coming = {source: form} if source is not None and payload(form) else {}
-        operation = self._post(f"shift, tag {tag}", leaving, coming, device)
         silent = [] if source is None or coming else unpack(pack([], device)[0], [form])[0]
+        operation = self._post(f"shift, tag {tag}", leaving, coming, device)
         return _InFlight(self, operation, lambda got: silent if source is None else got.get(source, silent))
 
     def _copy(self, parcel: Parcel, device: torch.device) -> list[Tensor]:

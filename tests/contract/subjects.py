@@ -1,0 +1,104 @@
+"""Every registered pair on every device that is here, edge included: enumerated, never named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ringtrue.audit.cases import CASES
+from ringtrue.audit.inputs import Case, Inputs, build
+from ringtrue.audit.judge import Verdict, judge, truth_of
+from ringtrue.audit.laws import chunk_law, whole
+from ringtrue.audit.truth import Quantities, Truth
+from ringtrue.audit.yardstick import yardstick
+from ringtrue.backends import REGISTRY
+from ringtrue.contract import Facts, OpPair
+from ringtrue.edge import edge
+from ringtrue.select import reasons_against
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Subject(NamedTuple):
+    """A pair with its edge, and the device it is tried on."""
+
+    pair: OpPair
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.pair.name}-{self.device}"
+
+
+class Reference(NamedTuple):
+    """What a case's results are held against."""
+
+    truth: Truth
+    yard: Quantities | None
+
+
+def _here(device: str) -> bool:
+    return device == "cpu" or (device == "cuda" and torch.cuda.is_available())
+
+
+SUBJECTS = tuple(
+    Subject(edge(pair), device)
+    for backend in REGISTRY
+    for device, pair in backend.pairs.items()
+    if _here(device) and backend.unavailable(device) is None
+)
+
+
+def parameters(subject: Subject) -> object:
+    return pytest.param(subject, id=str(subject), marks=() if subject.device == "cpu" else pytest.mark.gpu)
+
+
+EVERY_SUBJECT = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+
+
+def cases_for(subject: Subject, dtypes: tuple[torch.dtype, ...] = DTYPES, *, in_parts: bool = False) -> Iterator[Case]:
+    """Every case, in every dtype, that the subject's claims allow; `in_parts`: also under the chunk law."""
+    for dtype in dtypes:
+        for case in CASES:
+            typed = replace(case, dtype=dtype)
+            if (case.splits or not in_parts) and takes(subject.pair, typed, in_parts):
+                yield typed
+
+
+def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
+    inputs = inputs_for(pair, case)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    facts = Facts(
+        device=q.device.type, dtype=q.dtype, batch=q.shape[0], q_len=q.shape[1], k_len=k.shape[1], heads=q.shape[2],
+        kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], mask_kinds=inputs.mask.kinds,
+        causal=inputs.mask.causal, wanted=inputs.wanted, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
+    )  # fmt: skip
+    return not reasons_against(pair.claims, facts) and (pair.claims.dlse or not case.grad_lse)
+
+
+def inputs_for(pair: OpPair, case: Case, device: str = "cpu") -> Inputs:
+    """The case's tensors; the gradient of a float mask is wanted from the pairs that give one."""
+    return build(case, device, dbias=pair.claims.dbias)
+
+
+@lru_cache(maxsize=None)
+def reference(case: Case, device: str) -> Reference:
+    inputs = build(case, device)
+    return Reference(truth_of(inputs), yardstick(inputs))
+
+
+def cuts(case: Case) -> list[int]:
+    """Parts of different lengths, one of them a single key and one of them empty."""
+    middle = case.k_len // 2
+    return [min(1, middle), middle, middle]
+
+
+def verdicts(pair: OpPair, case: Case, device: str, *, in_parts: bool = False) -> list[Verdict]:
+    """How a pair does on one case: as one call, or under the chunk law."""
+    inputs = inputs_for(pair, case, device)
+    result = chunk_law(pair, inputs, cuts(case)) if in_parts else whole(pair, inputs)
+    return judge(result, *reference(case, device), inputs)
