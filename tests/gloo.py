@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -81,10 +82,10 @@ class Pool:
         return results
 
     def close(self) -> None:
-        for process, pipe, _ in self._workers:
+        for _, pipe, _ in self._workers:
             with suppress(OSError):
                 pipe.send(None)
-            pipe.close()
+        for process, _, _ in self._workers:
             process.join(5)
         self._kill()
         self._store = None
@@ -157,15 +158,20 @@ def _perform(
     store: dist.Store, number: int, rank: int, world: int, timeout: float, path: list[str], task: bytes
 ) -> bytes:
     sys.path[:] = path
+    failed = False
     try:
         fn, args = pickle.loads(task)
         rendezvous = dist.PrefixStore(f"task{number}", store)
+        # the parent's own deadline comes first: it shows where every process was
         dist.init_process_group(
             "gloo", store=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=timeout + 30)
         )
-        try:
-            return pickle.dumps(fn(rank, world, *args))
-        finally:
-            dist.destroy_process_group()
+        result = pickle.dumps(fn(rank, world, *args))
     except BaseException as error:  # every way to fail is a result of this rank
-        return pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
+        result = pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
+        failed = True
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if failed:  # groups that live on in a cycle would keep peers waiting for this rank
+        gc.collect()
+    return result

@@ -20,7 +20,6 @@ from .errors import ArgumentError, UnsupportedError, message
 if TYPE_CHECKING:
     from .parallel.context import ContextParallel, DeclaredCall
 
-    ParallelCall = ContextParallel | DeclaredCall
 
 def attention(
     query: Tensor,
@@ -47,8 +46,8 @@ def attention(
     the inputs and of out.
 
     attn_mask   bool tensor (True = may attend) or float tensor (added to the scaled scores), right-aligned broadcast to
-                (B, H, Sq, Sk), or Causal, KeyPadding, KeyBias, or several joined by `&`; at most one float mask. A query
-                that may attend to nothing gives out 0, lse -inf and zero gradients.
+                (B, H, Sq, Sk), or Causal, KeyPadding, KeyBias, or several joined by `&`; at most one float mask. A
+                query that may attend to nothing gives out 0, lse -inf and zero gradients.
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
     enable_gqa  allows Hk < H when Hk divides H.
@@ -56,15 +55,17 @@ def attention(
                 An explicit backend never falls back.
     parallel    a ContextParallel or `cp.call(...)`; None = the scope's; False = this device alone.
 
-    Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that cannot
-    be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
+    Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
+    cannot be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
     """
     if torch.compiler.is_compiling():
-        raise UnsupportedError(message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True"))
+        raise UnsupportedError(
+            message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True")
+        )
     arguments = {
-        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
-        "softcap": softcap, "return_lse": return_lse, "layout": layout, "deterministic": deterministic,
-        "backend_options": backend_options,
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
+        "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
     context = _context(parallel, query, key, value)
     if context is None:
@@ -79,7 +80,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ParallelCall | None:
+def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
     """What the call runs under: a context or a declared call of one, or None for this device alone."""
     if parallel is None:
         return scope.current_context(calls.describe(q, k, v))  # type: ignore[return-value]
@@ -103,7 +104,7 @@ def _prepare(
     v: Tensor,
     backend: str | OpPair | None,
     arguments: dict[str, object],
-    context: ParallelCall | None = None,
+    context: ContextParallel | DeclaredCall | None = None,
 ) -> tuple[calls.Call, tuple[Choice, ...]]:
     """The validated call, and the backends that can take it as its plan needs them, best first."""
     asked = backend if backend is not None else scope.current_backend(calls.describe(q, k, v)) or select.DEFAULT
@@ -184,7 +185,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **arguments: object) -> Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **arguments: object
+) -> Explanation:
     """What `attention` with the same arguments would choose on this device, and why not the others; runs nothing."""
     asked = select.known(backend or select.DEFAULT)
     call = calls.normalise(query, key, value, **arguments)  # type: ignore[arg-type]

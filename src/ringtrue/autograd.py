@@ -20,13 +20,21 @@ def run(
         result = pair.forward(q, k, v, mask, None, options)
         return result.out, result.lse
     anchor = torch.zeros((), requires_grad=True) if anchored else None
-    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options)  # type: ignore[no-any-return]
+    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options)
 
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, anchor: Tensor | None, pair: OpPair, mask: Mask, options: Options
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor | None,
+        pair: OpPair,
+        mask: Mask,
+        options: Options,
     ) -> tuple[Tensor, Tensor]:
         result = pair.forward(q, k, v, mask, None, options)
         ctx.pair, ctx.options, ctx.causal, ctx.rng = pair, options, mask.causal, result.rng

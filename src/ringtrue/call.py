@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,16 @@ def normalise(
     backend_options: dict[str, object] | None = None,
     sharded: bool = False,
 ) -> Call:
-    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the whole story."""
-    text = describe(q, k, v, attn_mask=attn_mask, is_causal=is_causal or None, scale=scale, layout=layout if layout != "bshd" else None)
+    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story."""
+    text = describe(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        is_causal=is_causal or None,
+        scale=scale,
+        layout=layout if layout != "bshd" else None,
+    )
     check = Checker(text, q, layout)
     check.layout_and_tensors(q, k, v)
     if layout == "bhsd":
@@ -124,27 +133,37 @@ class Checker:
         remedy: str = "",
         kind: type[ArgumentError] | type[UnsupportedError] = ArgumentError,
     ) -> None:
-        if self.layout == "bshd" and isinstance(self.q, Tensor) and self.q.dim() == 4 and self.q.shape[2] > self.q.shape[1]:
+        if (
+            self.layout == "bshd"
+            and isinstance(self.q, Tensor)
+            and self.q.dim() == 4
+            and self.q.shape[2] > self.q.shape[1]
+        ):
             remedy += f"{'; ' if remedy else ''}heads {self.q.shape[2]} > length {self.q.shape[1]}: did you pass bhsd?"
         raise kind(message(problem, call=self.text, limit=limit, value=value, remedy=remedy))
 
-    def layout_and_tensors(self, q: object, k: object, v: object) -> None:
+    def layout_and_tensors(self, q: Any, k: Any, v: Any) -> None:
         if self.layout not in ("bshd", "bhsd"):
             self.fail("unknown layout", '"bshd" or "bhsd"', repr(self.layout), "pass (B, S, H, D) tensors")
         for name, x in (("query", q), ("key", k), ("value", v)):
             if not isinstance(x, Tensor):
                 self.fail(f"{name} is not a tensor", "torch.Tensor", type(x).__name__)
             elif x.is_nested or x.layout != torch.strided:
-                self.fail(f"{name} is not a plain strided tensor", "torch.strided", x.layout, "pad it, and mask the padding")
+                self.fail(
+                    f"{name} is not a plain strided tensor", "torch.strided", x.layout, "pad it, and mask the padding"
+                )
             elif x.dim() != 4:
                 self.fail(f"{name} has {x.dim()} dims", "(B, S, H, D)", tuple(x.shape), "split heads from head_dim")
-        assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # narrows types, checked above
         if not q.dtype == k.dtype == v.dtype:
-            self.fail("query, key and value differ in dtype", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them")
+            self.fail(
+                "query, key and value differ in dtype", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them"
+            )
         if q.dtype not in DTYPES:
             self.fail("dtype is not supported", ", ".join(map(str, DTYPES)), q.dtype)
         if not q.device == k.device == v.device:
-            self.fail("query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}")
+            self.fail(
+                "query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}"
+            )
         if torch.is_autocast_enabled(q.device.type):
             self.fail(
                 "autocast is on, and this release does not cast for it",
@@ -232,13 +251,16 @@ def _check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check
     """The mask as (b, h, q, k), each dim full or 1, never expanded."""
     shape = tuple(mask.shape)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        check.fail("attn_mask is neither bool nor float", "bool or a float dtype", mask.dtype, "mask.bool(): True = may attend")
+        check.fail(
+            "attn_mask is neither bool nor float", "bool or a float dtype", mask.dtype, "mask.bool(): True = may attend"
+        )
     if mask.device != k.device:
         check.fail("attn_mask is on another device", k.device, mask.device)
     four = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
     # under context parallelism only all ranks together know the number of key columns
     fits = four.dim() == 4 and all(
-        have in (1, want) or (sharded and axis == 3) for axis, (have, want) in enumerate(zip(four.shape, full, strict=True))
+        have in (1, want) or (sharded and axis == 3)
+        for axis, (have, want) in enumerate(zip(four.shape, full, strict=True))
     )
     if not fits:
         batch, _, _, k_len = full

@@ -28,7 +28,7 @@ from torch import Tensor
 class Mask:
     """Which keys a query may attend to, as one frozen value; every part applies (biases add, the rest is "and").
 
-    dense     (b, h, q, k), each dim full or 1, never expanded. bool: True = may attend. float: added to the scaled scores.
+    dense     (b, h, q, k), each dim full or 1, never expanded. bool: True = may attend. float: added to scaled scores.
     key_keep  (B, Sk) bool, True = may be attended to by every query of that sample.
     key_bias  (B, Sk) float, added to the scaled scores of every query of that sample.
     causal    offset: query i sees keys j <= i + causal; None = not causal.
@@ -119,14 +119,14 @@ class Grads(NamedTuple):
 class Claims:
     """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
 
-    masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others to dense_float if it takes that
+    masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others if it takes dense_float
     bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" or "any"
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk) or "none"; `edge` splits the others
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
     backward_from_lse  backward is right for an out and lse that came from more keys
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
-    arithmetic         "float32" (scores and weights stay in float32 or wider) or "16-bit" (weights are rounded to the inputs' dtype)
+    arithmetic         "float32" (weights stay in float32 or wider) or "16-bit" (weights are rounded to q's dtype)
     """
 
     dtypes: frozenset[torch.dtype]
@@ -211,7 +211,11 @@ class Reason:
 
     def __str__(self) -> str:
         detail = "; ".join(f"{n} {x}" for n, x in (("limit", self.limit), ("value", self.value)) if x)
-        return f"[{self.code}] {self.text}" + (f" ({detail})" if detail else "") + (f": {self.remedy}" if self.remedy else "")
+        return (
+            f"[{self.code}] {self.text}"
+            + (f" ({detail})" if detail else "")
+            + (f": {self.remedy}" if self.remedy else "")
+        )
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ def edge(pair: OpPair) -> OpPair:
     )
 
 
-def _forward(
-    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options
-) -> ForwardOut:
+def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
     if _empty(q, k):
         return ForwardOut(*_nothing(q, v))
+    mask = _reached(mask, k.shape[1])
     blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
     if _whole(blocks, q, k):
         return _forward_block(pair, q, k, v, mask, rng, options)
@@ -60,8 +59,9 @@ def _backward(
     wanted: Wanted,
 ) -> Grads:
     if _empty(q, k):
-        zeros = [torch.zeros_like(x) if w else None for x, w in zip((q, k, v), wanted[:3], strict=True)]
-        return Grads(*zeros, torch.zeros_like(mask.bias) if wanted.bias and mask.bias is not None else None)
+        like = (q, k, v, mask.bias)
+        return Grads(*(torch.zeros_like(x) if w and x is not None else None for x, w in zip(like, wanted, strict=True)))
+    mask = _reached(mask, k.shape[1])
     blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
     if _whole(blocks, q, k):
         return _backward_block(pair, grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
@@ -69,17 +69,31 @@ def _backward(
         torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) if w else None
         for x, w in zip((q, k, v), wanted[:3], strict=True)
     ]
+    bias = mask.bias if wanted.bias else None
+    d_bias = None if bias is None else torch.zeros(bias.shape, dtype=accumulate_dtype(bias.dtype), device=bias.device)
     per_block = len(saved) // max(len(blocks), 1)
     for i, (rows, cols) in enumerate(blocks):
         kept = saved[i * per_block : (i + 1) * per_block]
         part = _backward_block(
-            pair, grad_out[:, rows], None, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols),
+            pair, grad_out[:, rows], None if grad_lse is None else grad_lse[:, :, rows],
+            q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols),
             out[:, rows], lse[:, :, rows], rng, kept, options, wanted,
         )  # fmt: skip
         for total, grad, where in zip(sums, part[:3], (rows, cols, cols), strict=True):
             if total is not None and grad is not None:
                 total[:, where] += grad
-    return Grads(*(None if s is None else s.to(q.dtype) for s in sums))
+        if d_bias is not None and part.dbias is not None:
+            _bias_part(d_bias, rows, cols).add_(part.dbias)
+    d_inputs = (None if s is None else s.to(q.dtype) for s in sums)
+    return Grads(*d_inputs, None if d_bias is None or bias is None else d_bias.to(bias.dtype))
+
+
+def _bias_part(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:
+    """The part of a float mask's gradient, dense or per key, that belongs to a block: a view."""
+    mask = Mask(dense=d_bias) if d_bias.dim() == 4 else Mask(key_bias=d_bias)
+    part = mask.at(rows, cols).bias
+    assert part is not None
+    return part
 
 
 def widened(claims: Claims) -> Claims:
@@ -101,6 +115,11 @@ def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Te
     out = torch.zeros(batch, q_len, heads, v.shape[-1], dtype=dtype or q.dtype, device=q.device)
     lse = torch.full((batch, heads, q_len), float("-inf"), dtype=accumulate_dtype(q.dtype), device=q.device)
     return out, lse
+
+
+def _reached(mask: Mask, k_len: int) -> Mask:
+    """The mask without a causal part that hides nothing: its first query already reaches the last key."""
+    return mask if mask.causal is None or mask.causal < k_len - 1 else replace(mask, causal=None)
 
 
 def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
@@ -152,6 +171,9 @@ def _backward_block(
     live = live_rows(mask, q.shape[1], k.shape[1], q.device)
     if live is not None:  # +inf makes every weight of such a row exp(-inf) = 0; -inf would make NaN
         lse = lse.masked_fill(~live, float("inf"))
+        # out and lse are constants there, so an upstream inf or NaN must not reach dk and dv as 0 * inf
+        grad_out = grad_out.masked_fill(~live.transpose(1, 2).unsqueeze(-1), 0.0)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(~live, 0.0)
     wide_q, wide_k, wide_v = _fit(claims, q, k, v)
     wide_grad, wide_out = (_inner(claims, _pad(x, wide_v.shape[-1])) for x in (grad_out, out))
     lowered = _lower(mask, k.shape[1], q.dtype, claims)
@@ -159,7 +181,7 @@ def _backward_block(
         wide_grad, grad_lse, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
     )
     dq, dk, dv = (_unfit(g, x) for g, x in zip(grads[:3], (q, k, v), strict=True))
-    return Grads(dq, dk, dv, grads.dbias)
+    return Grads(dq, dk, dv, _unlower(grads.dbias, mask))
 
 
 def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,6 +204,15 @@ def _unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
     return grad.to(like.dtype)
 
 
+def _unlower(d_bias: Tensor | None, mask: Mask) -> Tensor | None:
+    """Undo `_lower` for the gradient of a float mask: sum over the dims that the user's mask does not have."""
+    bias = mask.bias
+    if d_bias is None or bias is None or d_bias.shape == bias.shape:
+        return d_bias
+    d_bias = d_bias.to(accumulate_dtype(d_bias.dtype))
+    return (d_bias.sum((1, 2)) if bias.dim() == 2 else d_bias.sum_to_size(bias.shape)).to(bias.dtype)
+
+
 def _pad(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
@@ -193,9 +224,10 @@ def _inner(claims: Claims, x: Tensor) -> Tensor:
 def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
     """The mask in a form the pair takes: as it is, or all but its causal part as one additive bias."""
     wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
-    if mask.kinds <= claims.masks and (mask.bias is None or wanted is None or mask.bias.dtype == wanted):
-        if mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides:
-            return mask
+    takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
+    takes_shape = mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides
+    if mask.kinds <= claims.masks and takes_bias and takes_shape:
+        return mask
     bias = dense_bias(mask, wanted or accumulate_dtype(dtype))
     if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
         bias = bias.expand(*bias.shape[:-1], k_len).contiguous()

@@ -1,14 +1,14 @@
 """The error family, and the one place where messages are composed.
 
-    RingtrueError
-    |- ArgumentError (ValueError)       what was passed does not fit together (shapes, dtypes, devices, names, degrees)
-    |- UnsupportedError (NotImplementedError)  well-formed, but no chosen backend or plan can honour it; raised before any kernel
-    |- GradientError (RuntimeError)     found in backward: a gradient was asked for that this call cannot give
-    |- ScopeError (RuntimeError)        a call was recomputed in backward after its scope was left
-    |- ParallelError (RuntimeError)     anything between ranks
-       |- DisagreementError             ranks differ in shape, dtype, flags, mask kind or backend; raised on all of them
-       |- PeerError                     another rank failed before this call; its message is carried along
-       |- CommunicationError            a peer did not take part in time, or sent something of another size
+RingtrueError
+|- ArgumentError (ValueError)       what was passed does not fit together (shapes, dtypes, devices, names, degrees)
+|- UnsupportedError (NotImplementedError)  well-formed, but nothing chosen can honour it; before any kernel
+|- GradientError (RuntimeError)     found in backward: a gradient was asked for that this call cannot give
+|- ScopeError (RuntimeError)        a call was recomputed in backward after its scope was left
+|- ParallelError (RuntimeError)     anything between ranks
+   |- DisagreementError             ranks differ in shape, dtype, flags, mask kind or backend; raised on all of them
+   |- PeerError                     another rank failed before this call; its message is carried along
+   |- CommunicationError            a peer did not take part in time, or sent something of another size
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Causal(MaskPart):
                     "Causal: unknown alignment",
                     limit='"top_left" or "bottom_right"',
                     value=repr(self.alignment),
-                    remedy='use Causal("top_left") for torch\'s is_causal, Causal("bottom_right") for decoding with a cache',
+                    remedy='"top_left" is torch\'s is_causal, "bottom_right" is for decoding with a cache',
                 )
             )
 
@@ -143,7 +143,9 @@ def dense_bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
         if part is None:
             continue
         if part.dtype == torch.bool:
-            part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill(part.logical_not(), float("-inf"))
+            part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill(
+                part.logical_not(), float("-inf")
+            )
         bias = part.to(dtype) if bias is None else bias + part.to(dtype)
     return bias
 
@@ -155,13 +157,11 @@ def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tenso
     """
     causal = mask.causal
     keys = allowed(Mask(mask.dense, mask.key_keep, mask.key_bias), q_len, k_len, device)
-    if keys is None and (causal is None or causal >= 0):
-        return None
-    reach = None if causal is None else torch.arange(q_len, device=device) + causal  # the last key a query may see
+    if causal is None:
+        return None if keys is None else keys.any(-1)
+    reach = torch.arange(q_len, device=device) + causal  # the last key a query may see
     if keys is None:
-        return (reach >= 0)[None, None]
-    if reach is None:
-        return keys.any(-1)
+        return None if causal >= 0 else (reach >= 0)[None, None]
     # argmax finds the first key that the other parts allow (0 where keys broadcast, or where there is none)
     return keys.any(-1) & (keys.to(torch.uint8).argmax(-1) <= reach)
 

@@ -11,15 +11,15 @@ from .contract import accumulate_dtype
 def merge(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Add the part (out (B, Sq, H, Dv), lse (B, H, Sq)) to a running total of the same shapes, or start one.
 
-    Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135). A part whose
-    lse is -inf saw nothing and weighs 0; where all parts are -inf, out stays 0 and lse -inf.
+    Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135). A part
+    whose lse is -inf saw nothing and weighs 0; where all parts are -inf, out stays 0 and lse -inf.
     """
     out = out.to(accumulate_dtype(out.dtype))
     if total is None:
         return out, lse
     old_out, old_lse = total
     new_lse = torch.logaddexp(old_lse, lse)
-    # -inf - -inf would be NaN: rows that saw nothing so far take 0 as their pivot, and both weights become exp(-inf) = 0
+    # -inf - -inf would be NaN: rows that saw nothing so far take 0 as pivot, and both weights become exp(-inf) = 0
     pivot = new_lse.masked_fill(new_lse == float("-inf"), 0.0)
     old_weight = (old_lse - pivot).exp().transpose(1, 2).unsqueeze(-1)
     weight = (lse - pivot).exp().transpose(1, 2).unsqueeze(-1)

@@ -20,10 +20,12 @@ def names() -> tuple[str, ...]:
 
 def known(name: str, where: str = "backend") -> str:
     """The canonical name (diffusers' names carry a leading underscore), or an error that lists the known ones."""
-    plain = name.removeprefix("_") if isinstance(name, str) else name
+    plain = str(name).removeprefix("_")
     if plain not in names():
         raise ArgumentError(
-            message(f"unknown backend in {where}", limit=", ".join(names()), value=repr(name), remedy="pick one of those")
+            message(
+                f"unknown backend in {where}", limit=", ".join(names()), value=repr(name), remedy="pick one of those"
+            )
         )
     return plain
 
@@ -39,7 +41,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     unknown = facts.options - claims.options
     masks = facts.mask_kinds - claims.masks
     table = (
-        (facts.dtype not in claims.dtypes, "dtype", "does not take this dtype", _list(claims.dtypes), facts.dtype, "cast"),
+        (facts.dtype not in claims.dtypes, "dtype", "does not take it", _list(claims.dtypes), facts.dtype, "cast"),
         (bool(masks), "mask", "does not take this mask", _list(claims.masks), _list(masks), "choose another backend"),
         (
             facts.causal is not None and claims.causal == "none",
@@ -49,8 +51,8 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             claims.max_head_dim is not None and max(facts.head_dim, facts.value_dim) > claims.max_head_dim,
             "head-dim", "head dim is too large", claims.max_head_dim, max(facts.head_dim, facts.value_dim), "",
         ),
-        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout yet", "dropout_p = 0", "dropout_p > 0", "drop it"),
-        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap yet", "softcap = 0", "softcap > 0", "drop it"),
+        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout yet", "dropout_p = 0", "> 0", "drop it"),
+        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap yet", "softcap = 0", "> 0", "drop it"),
         (
             training and not claims.backward,
             "no-backward", "has no backward", "no input requires grad", _list(_wanted(facts)), "use torch.no_grad()",
@@ -69,16 +71,20 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             facts.deterministic and training and not claims.deterministic,
             "not-deterministic", "its backward is not deterministic", "deterministic=False", "deterministic=True", "",
         ),
-        (bool(unknown), "unknown-option", "does not know this option", _list(claims.options) or "none", _list(unknown), ""),
+        (bool(unknown), "unknown-option", "has no such option", _list(claims.options) or "none", _list(unknown), ""),
     )  # fmt: skip
-    return tuple(Reason(code, text, str(limit), str(value), remedy) for hit, code, text, limit, value, remedy in table if hit)
+    return tuple(
+        Reason(code, text, str(limit), str(value), remedy) for hit, code, text, limit, value, remedy in table if hit
+    )
 
 
 def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
     """Every reason why a backend cannot take a call here: its device, its availability, then its claims."""
     pair = backend.pairs.get(facts.device)
     if pair is None:
-        return (Reason("device", "has no kernel for this device", _list(backend.pairs), facts.device, "move the tensors"),)
+        return (
+            Reason("device", "has no kernel for this device", _list(backend.pairs), facts.device, "move the tensors"),
+        )
     missing = backend.unavailable(facts.device)
     return (*(() if missing is None else (missing,)), *reasons_against(pair.claims, facts))
 

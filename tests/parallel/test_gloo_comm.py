@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
 import torch
-from gloo import Failure, Pool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from gloo import Failure, Pool, PoolTimeoutError
 from ringtrue.errors import CommunicationError, DisagreementError
 from ringtrue.parallel.comm import Comm, Template, connect
 from ringtrue.parallel.header import Header, agree
@@ -66,7 +67,8 @@ def script(mesh: Rank | None) -> list[list[Tensor]]:
     here = context.rank
     to, source = (2 if here == 1 else None), (1 if here == 2 else None)
     done.append(context.shift(parcel(1, 2, 0), to, form(1, 2, 0), source, CPU).wait())
-    done.append(context.shift([torch.empty(0, 5)], (here + 1) % 4, [Template((0, 5), torch.float32)], 1, CPU).wait())
+    empty = [Template((0, 5), torch.float32)]
+    done.append(context.shift([torch.empty(0, 5)], (here + 1) % 4, empty, (here - 1) % 4, CPU).wait())
     done.append(exchange_all(header, 2))
     return done
 
@@ -123,7 +125,7 @@ def slice_script(rank: int, world: int) -> tuple[list[str], list[list[int]]]:
 
 
 def test_slice_of_a_larger_mesh(pool: Pool) -> None:
-    """Each data-parallel half has a context of its own; one Ulysses group is the whole context, and no third is made."""
+    """Each data-parallel half has a context of its own, whose Ulysses group serves as context group too."""
     for rank, (names, seen) in enumerate(pool.run(slice_script, 4)):
         half = [0, 1] if rank < 2 else [2, 3]
         assert seen == [[rank], half, half, half]
@@ -143,45 +145,52 @@ def test_shifts_use_context_ranks(pool: Pool) -> None:
     assert pool.run(unsorted_shifts, 4) == [[0, 3], [2, 1], [1, 0], [3, 2]]
 
 
-def stalled(rank: int, world: int, kind: str) -> tuple[str, float]:
+def stalled(rank: int, world: int, kind: str, over: Path) -> tuple[str, float]:
     comm = connect(None, 1, 2, 2.0).ring
     one = [Template((4,), torch.float32)]
     comm.exchange([[torch.zeros(4)]] * 2, [one] * 2, CPU).wait()
     if rank == 1:
-        sleep(6.0)
-        return "", 0.0
+        return stall(over)
     start = monotonic()
     with pytest.raises(CommunicationError) as caught:
         if kind == "exchange":
             comm.exchange([[torch.zeros(4)]] * 2, [one] * 2, CPU).wait()
         else:
             comm.shift([torch.zeros(4)], 1, one, 1, CPU, 1).wait()
+    over.touch()
     assert caught.value.__cause__ is not None
     return str(caught.value), monotonic() - start
 
 
+def stall(over: Path) -> tuple[str, float]:
+    """Do nothing until the other rank has given up."""
+    while not over.exists():
+        sleep(0.05)
+    return "", 0.0
+
+
 @pytest.mark.parametrize("kind", ["exchange", "shift"])
-def test_stalled_peer_is_an_error_within_the_timeout(pool: Pool, kind: str) -> None:
-    text, seconds = pool.run(stalled, 2, kind, timeout=30)[0]
-    assert seconds < 5
+def test_stalled_peer_is_an_error_within_the_timeout(pool: Pool, kind: str, tmp_path: Path) -> None:
+    text, seconds = pool.run(stalled, 2, kind, tmp_path / "over", timeout=30)[0]
+    assert seconds < 10
     assert kind in text
     assert "rank 0 of group ring[0,1]" in text
     assert "timeout 2 s" in text
 
 
-def absent(rank: int, world: int) -> tuple[str, float]:
+def absent(rank: int, world: int, over: Path) -> tuple[str, float]:
     if rank == 1:
-        sleep(5.0)
-        return "", 0.0
+        return stall(over)
     start = monotonic()
     with pytest.raises(CommunicationError) as caught:
         connect(None, 1, 2, 2.0)
+    over.touch()
     return str(caught.value), monotonic() - start
 
 
-def test_rank_that_does_not_come_to_connect(pool: Pool) -> None:
-    text, seconds = pool.run(absent, 2, timeout=30)[0]
-    assert seconds < 5
+def test_rank_that_does_not_come_to_connect(pool: Pool, tmp_path: Path) -> None:
+    text, seconds = pool.run(absent, 2, tmp_path / "over", timeout=30)[0]
+    assert seconds < 10
     assert "group ring[0,1]" in text
     assert "same number of process groups" in text
 
@@ -212,3 +221,22 @@ def test_pool_returns_failures_as_text(pool: Pool) -> None:
     assert isinstance(results[1], Failure)
     assert (results[1].type_name, results[1].text) == ("ValueError", "on purpose")
     assert "fails_on_one" in results[1].traceback
+
+
+def hangs(rank: int, world: int) -> None:
+    sleep(60)
+
+
+def test_pool_shows_where_a_hanging_task_was() -> None:
+    """And is usable afterwards."""
+    pool = Pool(1)
+    try:
+        with pytest.raises(PoolTimeoutError, match=r"(?s)ranks \[0\] are not done.*rank 0, alive.*in hangs"):
+            pool.run(hangs, 1, timeout=1)
+        assert pool.run(double, 1, 4) == [8]
+    finally:
+        pool.close()
+
+
+def double(rank: int, world: int, number: int) -> int:
+    return 2 * number

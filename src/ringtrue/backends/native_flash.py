@@ -1,7 +1,8 @@
 """torch's fused flash attention for CPUs (aten::_scaled_dot_product_flash_attention_for_cpu).
 
 Seen on torch 2.13: causal is top-left for any Sq and Sk; a float mask is taken in float32 with 16-bit inputs; with
-float64 inputs a float32 mask is read as float64 (silently wrong), hence `bias_dtype="accumulate"`. No GQA, no bool mask.
+float64 inputs a float32 mask is read as float64 (silently wrong), hence `bias_dtype="accumulate"`. No GQA and no bool
+mask.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ SCHEMAS = {
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel; it wants (B, H, S, D), which is the same memory with two strides swapped."""
+    q, scale, _ = _positive(q, options.scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, attn_mask=mask.dense, scale=options.scale
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, attn_mask=mask.dense, scale=scale
     )
     return ForwardOut(out.transpose(1, 2), lse)
 
@@ -49,16 +51,23 @@ def backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
+    q, scale, sign = _positive(q, options.scale)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
         lse,
         0.0,
         mask.causal is not None,
         attn_mask=mask.dense,
-        scale=options.scale,
+        scale=scale,
     )
     dq, dk, dv = (x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True))
-    return Grads(dq, dk, dv)
+    return Grads(dq if dq is None or sign == 1 else sign * dq, dk, dv)
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """q and scale with the scale's sign moved into q, so that the scale is positive; and that sign (-1, 0 or 1)."""
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, 1) if sign == 1 else (sign * q, abs(scale) or 1.0, sign)
 
 
 def unavailable(device: str) -> Reason | None:
@@ -68,7 +77,11 @@ def unavailable(device: str) -> Reason | None:
         seen = "absent" if op is None else str(op.default._schema)
         if seen != pinned:
             return Reason(
-                "schema-moved", f"torch {torch.__version__} changed the private op {name}", pinned, seen, "use native_math"
+                "schema-moved",
+                f"torch {torch.__version__} changed the private op {name}",
+                pinned,
+                seen,
+                "use native_math",
             )
     return None
 
@@ -80,5 +93,8 @@ CLAIMS = Claims(
     arithmetic="16-bit",
 )
 BACKEND = Backend(
-    "native_flash", "torch's fused flash kernel", {"cpu": OpPair("native_flash", forward, backward, CLAIMS)}, unavailable
+    "native_flash",
+    "torch's fused flash kernel",
+    {"cpu": OpPair("native_flash", forward, backward, CLAIMS)},
+    unavailable,
 )

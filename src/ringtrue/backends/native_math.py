@@ -34,7 +34,7 @@ def backward(
     options: Options,
     wanted: Wanted,
 ) -> Grads:
-    """dS = P (dP - delta), delta = rowsum(grad_out out) - grad_lse (FlashAttention-2, arXiv:2307.08691, algorithm 2)."""
+    """dS = P (dP - delta), delta = rowsum(grad_out out) - grad_lse (FlashAttention-2, arXiv:2307.08691)."""
     heads, kv_heads = q.shape[2], k.shape[2]
     weights = _weights(_scores(q, k, mask, options.scale), lse)
     g = _heads_first(grad_out, heads)
@@ -55,7 +55,7 @@ def backward(
 
 
 def _heads_first(x: Tensor, heads: int) -> Tensor:
-    """(B, S, Hx, D) in any float dtype -> (B, heads, S, D) in the computing dtype, key heads repeated for their group."""
+    """(B, S, Hx, D) in any dtype -> (B, heads, S, D) in the computing dtype, key heads repeated for their group."""
     x = x.to(accumulate_dtype(x.dtype)).transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 

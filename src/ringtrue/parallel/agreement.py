@@ -62,9 +62,7 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
     }
 
 
-def settle(
-    config: ContextParallelConfig, rank: int, call: Call, headers: Sequence[Header]
-) -> tuple[Plan, str]:
+def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequence[Header]) -> tuple[Plan, str]:
     """The plan all ranks reach from the same headers, and the backend: the first that fits everywhere."""
     said = [header.own for header in headers]
     kinds = [frozenset(map(str, s["kinds"])) for s in said]  # type: ignore[call-overload]
@@ -93,7 +91,7 @@ def settle(
 
 
 def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
-    """Whether a dense mask differs by row, from (queries, mask rows) per rank: one row for many queries is a broadcast."""
+    """Whether a mask differs by row, from (queries, mask rows) per rank: one row for many queries is a broadcast."""
     return any(rows != 1 for _, rows in ranks) or (bool(ranks) and all(queries <= 1 for queries, _ in ranks))
 
 
@@ -109,7 +107,13 @@ def declared(
     expected = DECLARED[kind]
     kinds = call.mask.kinds
     if kinds != expected and not (kind == "key_bool" and not kinds):  # None under "key_bool" keeps all keys
-        _fail(call, "the mask is of another kind than declared", kind, ", ".join(sorted(kinds)) or "none", "cp.call(mask=...)")
+        _fail(
+            call,
+            "the mask is of another kind than declared",
+            kind,
+            ", ".join(sorted(kinds)) or "none",
+            "cp.call(mask=...)",
+        )
     lengths = (call.facts.q_len, call.facts.k_len)
     if lengths != (q_lengths[rank], k_lengths[rank]):
         _fail(

@@ -30,8 +30,8 @@ class ContextParallel:
     """The ranks of one context, with groups of their own, built once.
 
     `with cp:` makes it the context of the attention calls inside. Context rank = ring_rank x ulysses_degree +
-    ulysses_rank. Every gradient, of inputs and of all parameters, is Partial("sum") over the context ranks: the objective
-    is the sum over ranks of what each rank back-propagates. All ranks make the same calls in the same order.
+    ulysses_rank. Every gradient, of inputs and of all parameters, is Partial("sum") over the context ranks: the
+    objective is the sum over ranks of what each rank back-propagates. All ranks make the same calls in the same order.
 
     Raises ArgumentError when the degrees do not fit the mesh or the process group.
     """
@@ -91,10 +91,12 @@ class ContextParallel:
             anchored = not wants and any(h.own["wants"] for h in headers)
         elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
             raise ArgumentError(
-                message("gather: lengths do not fit", limit=f"{self.size} lengths, own {x.shape[dim]}", value=list(lengths))
+                message(
+                    "gather: lengths do not fit", limit=f"{self.size} lengths, own {x.shape[dim]}", value=list(lengths)
+                )
             )
         anchor = torch.zeros((), requires_grad=True) if anchored else None
-        return Gather.apply(x, anchor, dim, tuple(lengths), self.groups.context, backward)  # type: ignore[no-any-return]
+        return Gather.apply(x, anchor, dim, tuple(lengths), self.groups.context, backward)
 
     def loss(self, loss: Tensor) -> Tensor:
         """For a loss that every rank computes identically from a gathered output: loss / number of context ranks."""
@@ -115,7 +117,9 @@ class ContextParallel:
         """
         for name, value in (("joint_prefix", joint_prefix), ("kv_replicated", kv_replicated)):
             if value:
-                raise UnsupportedError(message(f"{name} is not supported yet", value=value, remedy="shard q, k and v alike"))
+                raise UnsupportedError(
+                    message(f"{name} is not supported yet", value=value, remedy="shard q, k and v alike")
+                )
         kinds = agreement.DECLARED
         if mask not in kinds:
             raise ArgumentError(message("call: unknown mask kind", limit=", ".join(kinds), value=repr(mask)))
@@ -134,7 +138,9 @@ class ContextParallel:
             return DeclaredCall(self, None, None, mask)
         for name, given in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
             if len(given) != self.size or any(n < 0 for n in given):
-                raise ArgumentError(message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=list(given)))
+                raise ArgumentError(
+                    message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=list(given))
+                )
         return DeclaredCall(self, tuple(q_lengths), tuple(k_lengths), mask)
 
     def agree(
@@ -142,7 +148,7 @@ class ContextParallel:
     ) -> tuple[Header, ...]:
         """One small header from every rank, in rank order, before any payload.
 
-        DisagreementError on all ranks when anything in `same` differs; PeerError on the others when one brings an error.
+        DisagreementError on all ranks when anything in `same` differs; PeerError on the others when one has an error.
         """
         return agree(self.groups.header, Header(next(self._numbers), what, same, own, error))
 

@@ -70,7 +70,7 @@ def _pack(header: Header) -> Tensor:
         header = replace(header, same={}, own={})  # nobody reads them beside an error
         error = header.error or ""
         while error and len(text := _json(vars(replace(header, error=error + "…")))) > SIZE - PREFIX:
-            error = error[: -max(1, (len(text) - SIZE + PREFIX) // 4)]
+            error = error[: -max(1, (len(text) - SIZE + PREFIX) // 6)]  # JSON takes 6 bytes a character at most
     if len(text) > SIZE - PREFIX:
         fields = {**header.same, **header.own}
         largest = max(fields, key=lambda name: len(_json(fields[name])), default="what")

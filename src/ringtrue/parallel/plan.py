@@ -1,7 +1,8 @@
-"""What the ranks of a context agree on for one call, and the composition that follows: globalise(ulysses(ring(pair)))."""
+"""What the ranks of a context agree on for one call, and what follows: globalise(ulysses(ring(pair)))."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,7 @@ class Plan:
 
     q_lengths, k_lengths  tokens per context rank, in global order
     alignments            causal alignments asked for ("top_left", "bottom_right"); empty = not causal
-    key_kinds             key masks that some rank has ("key_keep", "key_bias"); a rank without key_keep keeps all its keys
+    key_kinds             key masks that some rank has ("key_keep", "key_bias"); one without key_keep keeps all its keys
     mask_rows             a dense mask that differs by row
     wanted                gradients that any rank wants
     """
@@ -39,7 +40,7 @@ class Plan:
 
     @property
     def causal(self) -> int | None:
-        """The offset for the first global query: query i sees keys j <= i + offset; both alignments apply if both are asked."""
+        """The offset for the first global query: query i sees keys j <= i + offset; several alignments all apply."""
         bottom = sum(self.k_lengths) - sum(self.q_lengths)
         offsets = [0 if a == "top_left" else bottom for a in self.alignments]
         return min(offsets) if offsets else None
@@ -67,9 +68,9 @@ def globalise(pair: OpPair, comm: Comm, plan: Plan) -> OpPair:
 
     Key masks (one bit or number a token) are gathered once, in forward; backward finds them in `saved`.
     """
-    keys = tuple(kind for kind in ("key_keep", "key_bias") if kind in plan.key_kinds)
+    keys = tuple(sorted(plan.key_kinds))
 
-    def whole(mask: Mask, gathered: dict[str, Tensor], q_len: int) -> Mask:
+    def whole(mask: Mask, gathered: Mapping[str, Tensor], q_len: int) -> Mask:
         dense = mask.dense
         if plan.mask_rows and dense is not None and dense.shape[2] != q_len:  # this rank's rows are all alike
             dense = dense.expand(-1, -1, q_len, -1)

@@ -7,7 +7,8 @@ rank that owns those keys, which sums in float32.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,15 +26,29 @@ def ring(pair: OpPair, comm: Comm, schedule: Schedule, wanted: Wanted) -> OpPair
 
     `wanted` is what any rank of the ring wants: a rank computes the gradients its peers need, even if not its own.
     """
-    mine = comm.rank
+    op = _Ring(pair, comm, schedule, wanted)
+    # the gradient of lse, and of a float mask, are not passed around yet
+    claims = replace(pair.claims, dlse=False, dbias=False)
+    return replace(pair, forward=op.forward, backward=op.backward, claims=claims)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+
+@dataclass(frozen=True)
+class _Ring:
+    pair: OpPair
+    comm: Comm
+    schedule: Schedule
+    wanted: Wanted
+
+    def works(self, owner: int) -> bool:
+        return self.schedule.works(self.comm.rank, owner)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
         options = replace(options, return_lse=True)
         total: tuple[Tensor, Tensor] | None = None
         saved: tuple[Tensor, ...] = ()
-        for owner, (keys, values) in _travel(comm, schedule, k, v):
-            if schedule.works(mine, owner):
-                part = pair.forward(q, keys, values, _part(mask, q, schedule.columns(owner)), rng, options)
+        for owner, keys, values in _travel(self.comm, self.schedule, k, v):
+            if self.works(owner):
+                part = self.pair.forward(q, keys, values, self._part(mask, q, owner), rng, options)
                 total = merge(total, part.out, part.lse)
                 saved += part.saved
         if total is None:  # no query here, or none that sees a key
@@ -43,6 +58,7 @@ def ring(pair: OpPair, comm: Comm, schedule: Schedule, wanted: Wanted) -> OpPair
         return ForwardOut(total[0].to(q.dtype), total[1], None, saved)
 
     def backward(
+        self,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         q: Tensor,
@@ -56,68 +72,60 @@ def ring(pair: OpPair, comm: Comm, schedule: Schedule, wanted: Wanted) -> OpPair
         options: Options,
         _: Wanted,
     ) -> Grads:
-        owners = [o for o in range(schedule.size) if schedule.works(mine, o)]
-        per_step = len(saved) // max(len(owners), 1)
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (q, k, v))
+        kept = _per_step(saved, sum(self.works(owner) for owner in range(self.comm.size)))
         arriving: list[Pending[list[Tensor]]] = []
-        steps = 0
-        for owner, (keys, values) in _travel(comm, schedule, k, v):
+        for owner, keys, values in _travel(self.comm, self.schedule, k, v):
             grads = Grads(None, None, None)
-            if schedule.works(mine, owner):
-                kept = saved[steps * per_step : (steps + 1) * per_step]
-                part = _part(mask, q, schedule.columns(owner))
-                grads = pair.backward(grad_out, None, q, keys, values, part, out, lse, rng, kept, options, wanted)
-                steps += 1
+            if self.works(owner):
+                grads = self.pair.backward(
+                    grad_out, None, q, keys, values, self._part(mask, q, owner), out, lse, rng, next(kept),
+                    options, self.wanted,
+                )  # fmt: skip
             if grads.dq is not None:
                 dq += grads.dq
             leaving = [g for g in (grads.dk, grads.dv) if g is not None]
-            if owner == mine:
-                _add(leaving, dk, dv, wanted)
-            elif wanted.k or wanted.v:
-                arriving.append(_contribute(comm, schedule, owner, leaving, k, v, wanted))
+            if owner == self.comm.rank:
+                _add(leaving, dk, dv, self.wanted)
+            elif self.wanted.k or self.wanted.v:
+                arriving.append(self._contribute(owner, leaving, k, v))
         for pending in arriving:
-            _add(pending.wait(), dk, dv, wanted)
-        sums = ((dq, q, wanted.q), (dk, k, wanted.k), (dv, v, wanted.v))
+            _add(pending.wait(), dk, dv, self.wanted)
+        sums = zip((dq, dk, dv), (q, k, v), self.wanted[:3], strict=True)
         return Grads(*(total.to(like.dtype) if want else None for total, like, want in sums))
 
-    # what a ring adds over its pair is not differentiable through lse, and has no float mask gradient yet
-    return replace(pair, forward=forward, backward=backward, claims=replace(pair.claims, dlse=False, dbias=False))
+    def _part(self, mask: Mask, q: Tensor, owner: int) -> Mask:
+        return mask.at(slice(0, q.shape[1]), self.schedule.columns(owner))
+
+    def _contribute(self, owner: int, leaving: list[Tensor], k: Tensor, v: Tensor) -> Pending[list[Tensor]]:
+        """Send what this rank adds to `owner`'s dk and dv; at the same step the rank just as far ahead sends ours."""
+        mine = self.comm.rank
+        source = (mine + (mine - owner)) % self.comm.size
+        form = [Template(tuple(x.shape), x.dtype) for x, w in ((k, self.wanted.k), (v, self.wanted.v)) if w]
+        to = owner if self.works(owner) else None
+        from_ = source if self.schedule.works(source, mine) else None
+        return self.comm.shift(leaving, to, form, from_, k.device, GRADS)
 
 
-def _part(mask: Mask, q: Tensor, columns: slice) -> Mask:
-    return mask.at(slice(0, q.shape[1]), columns)
+def _per_step(saved: tuple[Tensor, ...], steps: int) -> Iterator[tuple[Tensor, ...]]:
+    """What the pair saved at each step that this rank worked in."""
+    each = len(saved) // max(steps, 1)
+    return (saved[i * each : (i + 1) * each] for i in range(steps))
 
 
-def _travel(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor):  # type: ignore[no-untyped-def]
-    """Yield (owner, (k, v)) for every rank's keys, own first; the next ones are under way while the caller computes."""
+def _travel(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (owner, k, v) for every rank's keys, own first; the next ones are under way while the caller computes."""
     size, mine = comm.size, comm.rank
-    block = (k, v)
+    block = [k, v]
     for step in range(size):
         pending = None
         if step < size - 1:
             coming = (mine - step - 1) % size
-            form = [Template(_resized(x, schedule.k_lengths[coming]), x.dtype) for x in (k, v)]
+            form = [Template((x.shape[0], schedule.k_lengths[coming], *x.shape[2:]), x.dtype) for x in (k, v)]
             pending = comm.shift(block, (mine + 1) % size, form, (mine - 1) % size, k.device, KEYS)
-        yield (mine - step) % size, block
+        yield (mine - step) % size, block[0], block[1]
         if pending is not None:
-            block = tuple(pending.wait())
-
-
-def _contribute(
-    comm: Comm, schedule: Schedule, owner: int, leaving: list[Tensor], k: Tensor, v: Tensor, wanted: Wanted
-) -> Pending[list[Tensor]]:
-    """Send what this rank adds to `owner`'s dk and dv; at the same step the rank just as far behind sends ours."""
-    size, mine = comm.size, comm.rank
-    source = (mine + (mine - owner)) % size
-    form = [Template(tuple(x.shape), x.dtype) for x, w in ((k, wanted.k), (v, wanted.v)) if w]
-    return comm.shift(
-        leaving,
-        owner if schedule.works(mine, owner) else None,
-        form,
-        source if schedule.works(source, mine) else None,
-        k.device,
-        GRADS,
-    )
+            block = pending.wait()
 
 
 def _add(parts: list[Tensor], dk: Tensor, dv: Tensor, wanted: Wanted) -> None:
@@ -125,7 +133,3 @@ def _add(parts: list[Tensor], dk: Tensor, dv: Tensor, wanted: Wanted) -> None:
     totals = [total for total, want in ((dk, wanted.k), (dv, wanted.v)) if want]
     for total, part in zip(totals, parts, strict=False):
         total += part
-
-
-def _resized(x: Tensor, length: int) -> tuple[int, ...]:
-    return (x.shape[0], length, *x.shape[2:])

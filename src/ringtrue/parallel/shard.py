@@ -10,7 +10,7 @@ from .comm import Comm, Template
 
 
 def shard(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """This rank's slice of a tensor that is whole on every rank; autograd zero-pads it, so the gradient is Partial("sum")."""
+    """This rank's slice of a tensor that is whole on every rank; autograd zero-pads, so it is Partial("sum")."""
     return x.tensor_split(size, dim)[rank]
 
 

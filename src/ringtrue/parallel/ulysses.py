@@ -8,6 +8,7 @@ owner, in float32. Forward moves q, k, v and out, backward grad_out, dq, dk and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .comm import Comm, Template
 
 @dataclass(frozen=True)
 class Share:
-    """The heads of one rank: query heads, the key heads they read, and (when these do not group evenly) which reads which."""
+    """The heads of one rank: query heads, the key heads they read, and which reads which if not grouped evenly."""
 
     q: slice
     kv: slice
@@ -54,7 +55,7 @@ def _cut(n: int, parts: int) -> list[tuple[int, int]]:
     """Where torch.tensor_split cuts n items."""
     size, longer = divmod(n, parts)
     bounds = [i * size + min(i, longer) for i in range(parts + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def ulysses(
@@ -118,7 +119,10 @@ class _Ulysses:
     ) -> Grads:
         qs, ks, vs, outs, lses, *inner = saved
         rows = [inner.pop(0)] if self.mask_rows else []
-        forms = [[Template((*_lead(grad_out, n), self.mine.heads, grad_out.shape[-1]), grad_out.dtype)] for n in self.q_lengths]
+        forms = [
+            [Template((*_lead(grad_out, n), self.mine.heads, grad_out.shape[-1]), grad_out.dtype)]
+            for n in self.q_lengths
+        ]
         parcels = [[grad_out[:, :, share.q]] for share in self.shares]
         received = self.comm.exchange(parcels, forms, grad_out.device).wait()
         grads = self.pair.backward(
@@ -165,7 +169,11 @@ class _Ulysses:
     def _return_tokens(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Grads:
         """Gradients back to the ranks that own the tokens; those of a key head that several ranks had are summed."""
         mine = self.comm.rank
-        grads = [(g, n, kv) for g, n, kv in ((dq, self.q_lengths, False), (dk, self.k_lengths, True), (dv, self.k_lengths, True)) if g is not None]
+        grads = [
+            (g, n, kv)
+            for g, n, kv in ((dq, self.q_lengths, False), (dk, self.k_lengths, True), (dv, self.k_lengths, True))
+            if g is not None
+        ]
         if not grads:
             return Grads(None, None, None)
         parcels = [list(pieces) for pieces in zip(*(g.split(n, 1) for g, n, _ in grads), strict=True)]
@@ -177,12 +185,17 @@ class _Ulysses:
             for share in self.shares
         ]
         received = self.comm.exchange(parcels, forms, grads[0][0].device).wait()
-        done = iter([self._joined(list(pieces), kv) for pieces, (_, _, kv) in zip(zip(*received, strict=True), grads, strict=True)])
+        done = iter(
+            [
+                self._joined(list(pieces), kv)
+                for pieces, (_, _, kv) in zip(zip(*received, strict=True), grads, strict=True)
+            ]
+        )
         return Grads(*(None if g is None else next(done) for g in (dq, dk, dv)))
 
     def _joined(self, pieces: list[Tensor], kv: bool) -> Tensor:
         slices = [share.kv if kv else share.q for share in self.shares]
-        if all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False)):  # nobody holds a head twice
+        if all(a.stop == b.start for a, b in pairwise(slices)):  # nobody holds a head twice
             return torch.cat(pieces, 2)
         shape = (*pieces[0].shape[:2], slices[-1].stop, pieces[0].shape[-1])
         total = torch.zeros(shape, dtype=accumulate_dtype(pieces[0].dtype), device=pieces[0].device)

@@ -16,9 +16,11 @@ from torch.utils.hooks import RemovableHandle
 import ringtrue as rt
 
 from . import entry
-from .hooks import Hooks
+from .hooks import Hooks, Kept
 from .models import ATTRIBUTE, Family, family_of
 from .plan import read_plan
+
+_ATTENTION = (AttentionModuleMixin, Attention, MochiAttention)
 
 
 @dataclass(eq=False)
@@ -30,15 +32,19 @@ class Seat:
     ours: Any
 
 
-class Binding:
+class Binding(Kept):
     """What was done to one model. The model itself keeps it, so that a deep copy has its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seats = [Seat(m, m.processor, copy.copy(m.processor)) for m in _attention_modules(model)]
         self.handles: list[RemovableHandle] = []
-        self.backend: str | rt.OpPair | None = None
         self.hooks: Hooks | None = None
-        self.name = entry.register(None)
+        self.choose(None)
+
+    def choose(self, backend: str | rt.OpPair | None) -> None:
+        """Take another backend (None: the scope's), under another name; the old entry goes with its last user."""
+        self.backend = backend
+        self.name = entry.register(backend)
 
     @property
     def context(self) -> rt.ContextParallel | None:
@@ -49,10 +55,6 @@ class Binding:
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
-
-    def __reduce__(self) -> NoReturn:
-        text = rt.errors.message("a bound model cannot be pickled", remedy="undo(model) first, or save its state_dict()")
-        raise rt.UnsupportedError(text)
 
     def mark(self) -> None:
         """Put our copies into the modules, marked with what is bound now."""
@@ -72,13 +74,20 @@ class Binding:
             handle.remove()
         self.handles, self.hooks = [], None
 
-    def intact(self, model: nn.Module) -> None:
-        """ArgumentError if an attention of the model no longer is ours: it would silently attend to this rank alone."""
-        strange = [s for s in self.seats if s.module.processor is not s.ours or s.ours._attention_backend is not self.name]
-        if strange or model._parallel_config is not None:
+    def _holds(self, seat: Seat) -> bool:
+        ours = seat.ours
+        marked = ours._attention_backend is self.name and isinstance(ours._parallel_config, entry.Parallel)
+        return marked and seat.module.processor is ours
+
+    def check_intact(self, model: nn.Module) -> None:
+        """ArgumentError if an attention of the model is no longer ours: it would silently attend to this rank alone."""
+        seats = {seat.module: seat for seat in self.seats}
+        modules = _attention_modules(model)
+        strange = [module for module in modules if module not in seats or not self._holds(seats[module])]
+        if strange or len(modules) != len(seats) or model._parallel_config is not None:
             _fail(
                 "the attention of a parallelized model was changed by somebody else",
-                value=f"{len(strange)} of {len(self.seats)} attention modules",
+                value=f"{len(strange)} of {len(modules)} attention modules",
                 remedy="undo(model), change it, then parallelize again; choose backends with use(model, backend=...)",
             )
 
@@ -104,10 +113,8 @@ def parallelize(
     fresh = binding is None
     binding = Binding(model) if binding is None else binding
     try:
-        hooks = Hooks(context, family, parts, backward, binding.intact)
-        hooks.install(model, [seat.module for seat in binding.seats], binding.handles)
-        hooks.backend = binding.backend
-        binding.hooks = hooks
+        binding.hooks = Hooks(context, family, parts, backward, binding)
+        binding.hooks.install(model, binding.handles)
         binding.mark()
     except BaseException:
         binding.unhook()
@@ -126,9 +133,7 @@ def use(model: nn.Module, backend: str | rt.OpPair) -> None:
     binding = _bound(model)
     _check_processors(model, family, "use", binding)
     binding = Binding(model) if binding is None else binding
-    binding.backend, binding.name = name, entry.register(name)
-    if binding.hooks is not None:
-        binding.hooks.backend = name
+    binding.choose(name)
     binding.mark()
     model.__dict__[ATTRIBUTE] = binding
 
@@ -148,7 +153,7 @@ def _bound(model: nn.Module) -> Binding | None:
 
 
 def _attention_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, (AttentionModuleMixin, Attention, MochiAttention))]
+    return [module for module in model.modules() if isinstance(module, _ATTENTION)]
 
 
 def _check_processors(model: nn.Module, family: Family, call: str, binding: Binding | None) -> None:

@@ -37,13 +37,13 @@ class Passed:
     given    the attention mask as it was passed to the model
     keys     the same as a mask of this rank's keys
     call     the declared call: lengths of every rank and kind of mask
-    backend  bound, or in scope when the forward began
+    backend  what was bound when the forward began; None: the one in scope at the call
     """
 
     given: object
     keys: object
     call: Any
-    backend: str | rt.OpPair
+    backend: str | rt.OpPair | None
 
 
 class _AnyName(set[str]):
@@ -58,7 +58,8 @@ def register(backend: str | rt.OpPair | None) -> AttentionBackendName:
     value = f"{PREFIX}{next(_numbers)}"
     label, name = _non_member(value), _non_member(value)
     _AttentionBackendRegistry.register(label)(functools.partial(attend, backend))
-    _AttentionBackendRegistry._supported_arg_names[label] = _AnyName(_AttentionBackendRegistry._supported_arg_names[label])
+    arguments = _AttentionBackendRegistry._supported_arg_names
+    arguments[label] = _AnyName(arguments[label])
     weakref.finalize(name, _forget, label).atexit = False
     return name
 

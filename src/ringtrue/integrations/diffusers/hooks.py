@@ -1,4 +1,4 @@
-"""The hooks of a parallelized model: agree once a forward, split what goes in, gather what comes out.
+"""The hooks of a parallelized model: agree once per forward, split what goes in, gather what comes out.
 
 They are torch's own module hooks: they come and go without a trace, and a deep copy of the model takes them along.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,12 @@ import ringtrue as rt
 
 from . import masks
 from .entry import Passed
+from .facts import facts_of
 from .models import Family
 from .plan import ModulePlan, check, check_positions, check_streams, shares, split
+
+if TYPE_CHECKING:
+    from .binding import Binding
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,15 @@ class Draft:
     lengths: Mapping[str, tuple[int, ...]]
 
 
-class Hooks:
+class Kept:
+    """What a bound model keeps: copied along in a deep copy of the model, never pickled."""
+
+    def __reduce__(self) -> NoReturn:
+        remedy = "undo(model) first, or save its state_dict()"
+        raise rt.UnsupportedError(rt.errors.message("a bound model cannot be pickled", remedy=remedy))
+
+
+class Hooks(Kept):
     """The hooks of one model; `sizes` are the output's tokens per context rank while a forward runs, else None."""
 
     def __init__(
@@ -45,14 +55,14 @@ class Hooks:
         family: Family,
         parts: tuple[ModulePlan, ...],
         backward: Literal["sum", "slice"],
-        intact: Callable[[nn.Module], None],
+        binding: Binding,
     ) -> None:
         self.context = context
         self.family = family
         self.parts = parts
         self.backward = backward
-        self.intact = intact
-        self.backend: str | rt.OpPair | None = None
+        self.binding = binding
+        self.hooked: dict[str, nn.Module] = {}
         self.sizes: tuple[int, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
@@ -62,14 +72,15 @@ class Hooks:
         vars(twin).update(copy.deepcopy({**vars(self), "sizes": None}, memo))
         return twin
 
-    def install(self, model: nn.Module, attention: list[nn.Module], handles: list[RemovableHandle]) -> None:
+    def install(self, model: nn.Module, handles: list[RemovableHandle]) -> None:
         """Add the hooks; what was added is in `handles` also when one of them fails."""
         root = self.parts[0]
         handles.append(model.register_forward_pre_hook(functools.partial(self.before, root), with_kwargs=True))
         handles.append(model.register_forward_hook(self.after, always_call=True))
-        handles.extend(module.register_forward_pre_hook(_without_rope, with_kwargs=True) for module in attention)
+        for seat in self.binding.seats:
+            handles.append(seat.module.register_forward_pre_hook(_without_rope, with_kwargs=True))
         for part in self.parts:
-            module = model.get_submodule(part.module)
+            module = self.hooked[part.module] = model.get_submodule(part.module)
             if part.inputs and part is not root:
                 handles.append(module.register_forward_pre_hook(functools.partial(self.split, part), with_kwargs=True))
             if part.outputs:
@@ -84,14 +95,18 @@ class Hooks:
             draft = self._draft(root, model, named)
         except Exception as error:  # whatever it is: the other ranks wait for this rank's header
             with contextlib.suppress(rt.ParallelError):
-                self.context.agree("model forward", same={}, own={}, error=str(error))
+                self.context.agree("model forward", same={}, own={}, error=f"{type(error).__name__}: {error}")
             raise
         headers = self.context.agree("model forward", same=draft.same, own={"mask": masks.kind_of(draft.keys)})
-        kind = _common_kind([str(header.own["mask"]) for header in headers])
-        tokens = tuple(sum(each) for each in zip(*(draft.lengths[s] for s in self.family.streams), strict=True))
+        kind = masks.common_kind([str(header.own["mask"]) for header in headers])
+        tokens = tuple(map(sum, zip(*(draft.lengths[stream] for stream in self.family.streams), strict=True)))
+        keys = draft.keys
+        if kind == "key_bool" and keys is None:  # the same facts on every rank choose the same backend
+            shape = named[self.family.output].shape[0], tokens[self.context.rank]
+            keys = rt.KeyPadding(torch.ones(shape, dtype=torch.bool, device=named[self.family.output].device))
         call = self.context.call(q_lengths=tokens, k_lengths=tokens, mask=kind)
         changed = self._shares(root, named)
-        passed = Passed(draft.given, draft.keys, call, self.backend or rt.scope.current_backend() or rt.select.DEFAULT)
+        passed = Passed(draft.given, keys, call, self.binding.backend)
         changed[self.family.kwargs] = {**(named.get(self.family.kwargs) or {}), "attention_mask": passed}
         self.sizes = draft.lengths[self.family.output]
         return root.replaced(args, kwargs, changed)
@@ -118,7 +133,7 @@ class Hooks:
         return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
     def gather(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After a module's forward: its outputs whole on every rank. Outside the model's forward they stay as they are."""
+        """After a module's forward: its outputs whole on every rank. Outside the model's forward they stay local."""
         if self.sizes is None:
             return output
         outputs = [output] if isinstance(output, Tensor) else list(output)
@@ -139,7 +154,7 @@ class Hooks:
         return {name: split(named[name], entry, name, self.context) for name, entry in given.items()}
 
     def _draft(self, root: ModulePlan, model: nn.Module, named: Mapping[str, Any]) -> Draft:
-        self.intact(model)
+        self._check_intact(model)
         check_streams(named, self.family, root.inputs)
         for name, entry in root.inputs.items():
             if named.get(name) is not None:
@@ -149,52 +164,32 @@ class Hooks:
         image = named[self.family.output]
         given = (named.get(self.family.kwargs) or {}).get("attention_mask")
         keys = masks.read(given, image.shape[0], sum(each[self.context.rank] for each in lengths.values()))
-        backend = getattr(self.backend, "name", self.backend)
-        return Draft({**_facts(model, named, image.device), "backend": str(backend)}, given, keys, lengths)
+        backend = getattr(self.binding.backend, "name", self.binding.backend)
+        return Draft({**facts_of(model, named, image.device), "backend": str(backend)}, given, keys, lengths)
 
-
-def _facts(model: nn.Module, named: Mapping[str, Any], device: torch.device) -> dict[str, str]:
-    """What must be equal on all ranks for their exchanges to meet, in forward and in backward, as text."""
-    grad = torch.is_grad_enabled()
-    facts = {}
-    for name, value in named.items():
-        tensors = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
-        forms = Counter(_form(x, grad) for x in tensors)
-        if tensors:
-            facts[name] = ", ".join(form if n == 1 else f"{n} x {form}" for form, n in forms.items())
-    flags = bytes(parameter.requires_grad for parameter in model.parameters())
-    facts["parameters"] = f"{sum(flags)} of {len(flags)} require grad ({zlib.crc32(flags):08x})"
-    facts["grad mode"] = "on" if grad else "off"
-    facts["gradient checkpointing"] = "on" if model.is_gradient_checkpointing else "off"  # type: ignore[truthy-function]
-    autocast = torch.is_autocast_enabled(device.type)
-    facts["autocast"] = str(torch.get_autocast_dtype(device.type)) if autocast else "off"
-    return facts
-
-
-def _form(x: Tensor, grad: bool) -> str:
-    dtype = str(x.dtype).removeprefix("torch.")
-    return f"{tuple(x.shape)} {dtype}" + (" requires grad" if grad and x.requires_grad else "")
-
-
-def _common_kind(kinds: list[str]) -> Literal["none", "key_bool", "key_float"]:
-    """The kind of mask of a forward; DisagreementError, on all ranks alike, where the ranks' own kinds do not go together."""
-    found = set(kinds)
-    if found <= {"none", "key_bool"}:
-        return "key_bool" if "key_bool" in found else "none"
-    if found == {"key_float"}:
-        return "key_float"
-    text = rt.errors.message(
-        "ranks passed attention masks of different kinds to one model forward",
-        limit="one kind; None beside a bool mask is all True",
-        value=", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds)),
-        remedy="every rank passes its own local_key_mask",
-    )
-    raise rt.DisagreementError(text)
+    def _check_intact(self, model: nn.Module) -> None:
+        """An error where something was changed since `parallelize` that would make numbers wrong, or ranks part."""
+        self.binding.check_intact(model)
+        gone = [name for name, module in self.hooked.items() if model.get_submodule(name) is not module]
+        if gone:
+            text = rt.errors.message(
+                "a module of the plan was replaced after parallelize",
+                value=", ".join(gone),
+                remedy="undo(model) before adapters are added or removed, then parallelize again",
+            )
+            raise rt.ArgumentError(text)
+        if model.is_cache_enabled:
+            text = rt.errors.message(
+                "a cache is enabled on a parallelized model: each rank would decide by itself which blocks to skip",
+                value=type(model._cache_config).__name__,
+                remedy="model.disable_cache()",
+            )
+            raise rt.UnsupportedError(text)
 
 
 def _without_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On a rank without any token: diffusers' rotary embedding cannot reshape an empty tensor, and has nothing to do."""
-    streams = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if kwargs.get("image_rotary_emb") is None or any(x.numel() for x in streams):
+    """On a rank without any token: diffusers' rotary embedding cannot reshape an empty tensor; it has nothing to do."""
+    streams = (kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
+    if kwargs.get("image_rotary_emb") is None or any(x is not None and x.numel() for x in streams):
         return None
     return args, {**kwargs, "image_rotary_emb": None}

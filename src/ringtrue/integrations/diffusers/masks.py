@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,31 +27,51 @@ def local_key_mask(
     text     which text tokens of the whole sequence are real: bool (B, text tokens)
     image    likewise (B, image tokens), or how many there are when all of them are real
     model    a model: its context if it is parallelized, else none
-    context  or the context itself; with neither, the one in scope (`with context:`), and without any the mask is whole
+    context  or the context itself; with neither the mask is that of one process: whole
 
-    Pass it as `joint_attention_kwargs={"attention_mask": mask}`. ArgumentError for anything but bool masks of one batch.
+    Pass it as `joint_attention_kwargs={"attention_mask": mask}`. ArgumentError for anything but bool masks of one B.
     """
-    if isinstance(image, int):
-        image = torch.ones(text.shape[0], image, dtype=torch.bool, device=text.device)
-    for name, mask in (("text", text), ("image", image)):
-        if mask.dim() != 2 or mask.dtype != torch.bool or mask.shape[0] != text.shape[0]:
-            value = f"{tuple(mask.shape)} {mask.dtype}"
-            _fail(f"local_key_mask: {name} is not a key mask", "bool (B, tokens), one B", value, "convert with mask.bool()")
+    if isinstance(image, int) and isinstance(text, Tensor):
+        image = torch.ones((*text.shape[:1], image), dtype=torch.bool, device=text.device)
+    _check_global("text", text, text)
+    _check_global("image", image, text)
+    assert isinstance(image, Tensor)
     if model is not None and context is None:
         binding = model.__dict__.get(ATTRIBUTE)
-        context = binding.context if binding is not None else None
-    elif context is None:
-        context = rt.scope.current_context()
+        context = None if binding is None else binding.context
     if context is not None:
         text, image = (context.shard(mask, 1) for mask in (text, image))
     return torch.cat([text, image], dim=1)[:, None, None, :]
 
 
+def _check_global(name: str, mask: object, text: Tensor) -> None:
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool and mask.shape[0] == text.shape[0]:
+        return
+    value = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    _fail(f"local_key_mask: {name} is no mask of keys", "bool (B, tokens), one B", value, "convert with mask.bool()")
+
+
 def kind_of(given: object) -> str:
-    """The kind of a mask that `read` took, as a declared call names it."""
+    """What a rank says of the mask that `read` gave it: "none", "key_bool", or "key_float" with its dtype."""
     if given is None:
         return "none"
-    return "key_bool" if isinstance(given, rt.KeyPadding) else "key_float"
+    return f"key_float, {given.bias.dtype}" if isinstance(given, rt.KeyBias) else "key_bool"
+
+
+def common_kind(kinds: Sequence[str]) -> Literal["none", "key_bool", "key_float"]:
+    """The kind of mask of a forward, from what every rank says; DisagreementError, on all ranks alike, for a mix."""
+    found = set(kinds)
+    if found <= {"none", "key_bool"}:
+        return "key_bool" if "key_bool" in found else "none"
+    if len(found) == 1:
+        return "key_float"
+    text = rt.errors.message(
+        "ranks passed attention masks of different kinds to one model forward",
+        limit="one kind; None beside a bool mask is all True",
+        value="; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds)),
+        remedy="every rank passes its own local_key_mask",
+    )
+    raise rt.DisagreementError(text)
 
 
 def read(given: object, batch: int, keys: int) -> rt.KeyPadding | rt.KeyBias | None:
@@ -83,6 +104,9 @@ def read(given: object, batch: int, keys: int) -> rt.KeyPadding | rt.KeyBias | N
             f"{given.shape[-1]} keys, of {value}",
             "make it with local_key_mask(text, image, model=model) from the masks of the whole sequence",
         )
+    if given.requires_grad and torch.is_grad_enabled():
+        text = "the gradient of a float mask is not supported under context parallelism yet"
+        raise rt.UnsupportedError(rt.errors.message(text, value=value, remedy="mask.detach()"))
     flat = given.reshape(given.shape[0], keys).expand(batch, keys)
     return rt.KeyPadding(flat) if flat.dtype == torch.bool else rt.KeyBias(flat)
 

@@ -1,8 +1,8 @@
 """A context-parallel plan as diffusers writes it, checked against the model before anything is touched.
 
-    {"": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},   # inputs of the module, by name
-     "x_embedder": {0: ContextParallelInput(split_dim=1, split_output=True)},     # outputs of the module, by index
-     "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+{"": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},   # inputs of the module, by name
+ "x_embedder": {0: ContextParallelInput(split_dim=1, split_output=True)},     # outputs of the module, by index
+ "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def check_streams(named: Mapping[str, Any], family: Family, planned: Mapping[str
             if not isinstance(named.get(name), Tensor):
                 _fail(f"{name} is missing", "a tensor, whole on every rank", type(named.get(name)).__name__)
     for name in (name for name in family.whole if name not in planned and named.get(name) is not None):
-        _fail(f"{name} would not be split", f'an entry cp_plan[""][{name!r}] = ContextParallelInput(split_dim=1)', "none")
+        entry = f'cp_plan[""][{name!r}] = ContextParallelInput(split_dim=1)'
+        _fail(f"{name} would not be split", f"an entry {entry}", "none")
 
 
 def check_positions(named: Mapping[str, Any], family: Family) -> None:

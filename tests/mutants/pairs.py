@@ -1,0 +1,241 @@
+"""Faults of a pair that the judgement must find, beside the historical ones in ringtrue.plants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair
+from ringtrue.plants import BackwardCall, ForwardCall, changed, transposed_again
+
+MINUS_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, and what a pair must claim and which dtypes its inputs must have for it to be one."""
+
+    make: Callable[[OpPair], OpPair]
+    needs: Callable[[Claims], bool] = lambda claims: True
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def backward_sees(change: Callable[[BackwardCall], BackwardCall]) -> Callable[[OpPair], OpPair]:
+    return lambda pair: changed(pair, "mutant", backward=change)
+
+
+def both_see(
+    forward: Callable[[ForwardCall], ForwardCall], backward: Callable[[BackwardCall], BackwardCall]
+) -> Callable[[OpPair], OpPair]:
+    return lambda pair: changed(pair, "mutant", forward=forward, backward=backward)
+
+
+def forward_gives(change: Callable[[ForwardOut], ForwardOut]) -> Callable[[OpPair], OpPair]:
+    return lambda pair: replace(pair, forward=lambda *args: change(pair.forward(*args)))
+
+
+def backward_gives(change: Callable[[BackwardCall, Grads], Grads]) -> Callable[[OpPair], OpPair]:
+    return lambda pair: replace(pair, backward=lambda *args: change(BackwardCall(*args), pair.backward(*args)))
+
+
+# Layout
+
+
+def strides_ignored(x: Tensor) -> Tensor:
+    """Memory with heads outermost, read as if tokens were."""
+    return transposed_again(x) if x.transpose(1, 2).is_contiguous() else x
+
+
+# lse
+
+
+def lse_in_log2_returned(pair: OpPair) -> OpPair:
+    """Wrong to the caller only: its own backward turns it back."""
+    wrong = forward_gives(lambda r: r._replace(lse=r.lse / math.log(2)))(pair)
+    return changed(wrong, "mutant", backward=lambda c: c._replace(lse=c.lse * math.log(2)))
+
+
+def own_lse(pair: OpPair) -> OpPair:
+    """Backward takes out and lse from its own keys, not the ones it is handed."""
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        own = pair.forward(call.q, call.k, call.v, call.mask, call.rng, call.options)
+        return pair.backward(*call._replace(out=own.out, lse=own.lse))
+
+    return replace(pair, backward=backward)
+
+
+# Masks
+
+
+def moved(by: Callable[[ForwardCall | BackwardCall], int]) -> Callable[[OpPair], OpPair]:
+    """A causal offset that is off."""
+
+    def shift(call):  # type: ignore[no-untyped-def]
+        mask = call.mask
+        return call if mask.causal is None else call._replace(mask=replace(mask, causal=mask.causal + by(call)))
+
+    return both_see(shift, shift)
+
+
+def first_sample_mask(call):  # type: ignore[no-untyped-def]
+    """The first sample's keys are kept or dropped for all samples."""
+    keep = call.mask.key_keep
+    return call if keep is None else call._replace(mask=replace(call.mask, key_keep=keep[:1].expand_as(keep)))
+
+
+def blind_rows_average(pair: OpPair) -> OpPair:
+    """A row that sees nothing gets the average of all values, as a softmax of equal numbers gives."""
+
+    def forward(*args: object) -> ForwardOut:
+        call, result = ForwardCall(*args), pair.forward(*args)  # type: ignore[arg-type]
+        blind = (result.lse == MINUS_INF).transpose(1, 2).unsqueeze(-1)
+        v = call.v.repeat_interleave(call.q.shape[2] // call.v.shape[2], 2)
+        return result._replace(out=torch.where(blind, v.mean(1, keepdim=True), result.out))
+
+    return replace(pair, forward=forward)
+
+
+def blind_rows_nan(call: BackwardCall, grads: Grads) -> Grads:
+    """dq as exp(-inf - -inf) makes it."""
+    assert grads.dq is not None
+    blind = (call.lse == MINUS_INF).transpose(1, 2).unsqueeze(-1)
+    return grads._replace(dq=grads.dq.masked_fill(blind, float("nan")))
+
+
+# Keys and heads
+
+
+def without_last_key(pair: OpPair) -> OpPair:
+    """The last key is left out, as by a loop that stops one tile early."""
+
+    def parts(call):  # type: ignore[no-untyped-def]
+        n = call.k.shape[1] - 1
+        mask = call.mask.at(slice(0, call.q.shape[1]), slice(0, n))
+        return call._replace(k=call.k[:, :n], v=call.v[:, :n], mask=mask)
+
+    def forward(*args: object) -> ForwardOut:
+        return pair.forward(*parts(ForwardCall(*args)))  # type: ignore[arg-type]
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        grads = pair.backward(*parts(call))
+        dk, dv = (
+            torch.cat([g, torch.zeros_like(x[:, -1:])], 1) for g, x in zip(grads[1:3], (call.k, call.v), strict=True)
+        )
+        return grads._replace(dk=dk, dv=dv)
+
+    return replace(pair, forward=forward, backward=backward)
+
+
+def groups_not_summed(pair: OpPair) -> OpPair:
+    """dk and dv are those of each group's first query head alone."""
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        group = call.q.shape[2] // call.k.shape[2]
+        k, v = (x.repeat_interleave(group, 2) for x in (call.k, call.v))
+        grads = pair.backward(*call._replace(k=k, v=v))
+        return grads._replace(dk=grads.dk[:, :, ::group], dv=grads.dv[:, :, ::group])
+
+    return replace(pair, backward=backward)
+
+
+def groups_interleaved(pair: OpPair) -> OpPair:
+    """Query head h reads key head h modulo Hk."""
+
+    def spread(call):  # type: ignore[no-untyped-def]
+        group = call.q.shape[2] // call.k.shape[2]
+        return call._replace(k=call.k.repeat(1, 1, group, 1), v=call.v.repeat(1, 1, group, 1))
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        grads = pair.backward(*spread(call))
+        dk, dv = (g.unflatten(2, (-1, call.k.shape[2])).sum(2) for g in (grads.dk, grads.dv))
+        return grads._replace(dk=dk, dv=dv)
+
+    return replace(
+        pair,
+        forward=lambda *args: pair.forward(*spread(ForwardCall(*args))),
+        backward=backward,
+    )
+
+
+def default_scale(call):  # type: ignore[no-untyped-def]
+    return call._replace(options=replace(call.options, scale=call.q.shape[-1] ** -0.5))
+
+
+def first_sample_keys(call: BackwardCall) -> BackwardCall:
+    return call._replace(k=call.k[:1].expand_as(call.k), v=call.v[:1].expand_as(call.v))
+
+
+def scaled(name: str, by: float) -> Callable[[OpPair], OpPair]:
+    return backward_gives(
+        lambda call, grads: grads._replace(
+            **{name: None if getattr(grads, name) is None else getattr(grads, name) * by}
+        )
+    )
+
+
+def only_causal(mask: Mask) -> Mask:
+    return Mask(causal=mask.causal)
+
+
+def coarse(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+NOT_BFLOAT16 = frozenset({torch.float64, torch.float32, torch.float16})
+SIXTEEN = frozenset({torch.bfloat16, torch.float16})
+
+MUTANTS: dict[str, Mutant] = {
+    "q-transposed-twice": Mutant(backward_sees(lambda c: c._replace(q=transposed_again(c.q)))),
+    "all-transposed-twice": Mutant(
+        backward_sees(lambda c: c._replace(**{n: transposed_again(getattr(c, n)) for n in ("q", "k", "v")}))
+    ),
+    "strides-of-k-ignored": Mutant(
+        both_see(lambda c: c._replace(k=strides_ignored(c.k)), lambda c: c._replace(k=strides_ignored(c.k)))
+    ),
+    "strides-of-grad-out-ignored": Mutant(backward_sees(lambda c: c._replace(grad_out=strides_ignored(c.grad_out)))),
+    "lse-in-log2-returned": Mutant(lse_in_log2_returned),
+    "lse-in-log2-in-backward": Mutant(backward_sees(lambda c: c._replace(lse=c.lse / math.log(2)))),
+    "lse-in-bf16-returned": Mutant(forward_gives(lambda r: r._replace(lse=coarse(r.lse)))),
+    "lse-in-bf16-in-backward": Mutant(backward_sees(lambda c: c._replace(lse=coarse(c.lse)))),
+    "own-lse-in-backward": Mutant(own_lse),
+    "out-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(out=torch.zeros_like(c.out)))),
+    "dk-and-dv-swapped": Mutant(backward_gives(lambda c, g: g._replace(dk=g.dv, dv=g.dk))),
+    "upstream-gradient-ignored": Mutant(backward_sees(lambda c: c._replace(grad_out=torch.ones_like(c.grad_out)))),
+    "upstream-gradient-of-lse-ignored": Mutant(backward_sees(lambda c: c._replace(grad_lse=None)), lambda c: c.dlse),
+    "scale-ignored": Mutant(both_see(default_scale, default_scale)),
+    "scale-ignored-in-backward": Mutant(backward_sees(default_scale)),
+    "scale-missing-in-dq": Mutant(backward_gives(lambda c, g: g._replace(dq=g.dq / (c.options.scale or 1)))),
+    "groups-not-summed": Mutant(groups_not_summed),
+    "groups-interleaved": Mutant(groups_interleaved),
+    "last-key-left-out": Mutant(without_last_key),
+    "first-sample-keys-in-backward": Mutant(backward_sees(first_sample_keys)),
+    "first-sample-mask": Mutant(both_see(first_sample_mask, first_sample_mask)),
+    "mask-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=only_causal(c.mask)))),
+    "causal-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=replace(c.mask, causal=None)))),
+    "causal-bottom-right": Mutant(moved(lambda c: c.k.shape[1] - c.q.shape[1])),
+    "causal-off-by-one": Mutant(moved(lambda c: -1)),
+    "blind-rows-average": Mutant(blind_rows_average),
+    "blind-rows-lse-zero": Mutant(forward_gives(lambda r: r._replace(lse=r.lse.masked_fill(r.lse == MINUS_INF, 0.0)))),
+    "blind-rows-nan": Mutant(backward_gives(blind_rows_nan)),
+    "out-1-percent-off": Mutant(forward_gives(lambda r: r._replace(out=r.out * 1.01))),
+    "dq-1-percent-off": Mutant(scaled("dq", 1.01)),
+    "dk-1-percent-off": Mutant(scaled("dk", 1.01)),
+    "dv-1-percent-off": Mutant(scaled("dv", 1.01)),
+    "dbias-1-percent-off": Mutant(scaled("dbias", 1.01), lambda c: c.dbias),
+    "out-in-bf16": Mutant(forward_gives(lambda r: r._replace(out=coarse(r.out))), dtypes=NOT_BFLOAT16),
+    "dk-in-bf16": Mutant(backward_gives(lambda c, g: g._replace(dk=coarse(g.dk))), dtypes=NOT_BFLOAT16),
+    "gradients-in-float32": Mutant(
+        backward_gives(lambda c, g: g._replace(dq=g.dq.float(), dk=g.dk.float())), dtypes=SIXTEEN
+    ),
+    "dk-missing": Mutant(backward_gives(lambda c, g: g._replace(dk=None))),
+    "dbias-missing": Mutant(backward_gives(lambda c, g: g._replace(dbias=None)), lambda c: c.dbias),
+}
