@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "ringtrue"
-CORE = frozenset({"api", "autograd", "backends", "call", "contract", "edge", "errors", "faults", "masks", "merge"})
+CORE = frozenset({"api", "autograd", "backends", "call", "contract", "edge", "errors", "faults", "level", "masks", "merge"})
 CORE |= {"parallel", "scope", "select"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
@@ -20,9 +20,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"contract", "errors", "masks"}),
     "contract": frozenset(),
-    "edge": frozenset({"contract", "errors", "masks", "merge"}),
+    "edge": frozenset({"contract", "errors", "level", "masks", "merge"}),
     "errors": frozenset(),
     "faults": frozenset({"contract", "errors", "masks"}),
+    "level": frozenset({"contract"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),

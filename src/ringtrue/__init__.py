@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import errors, integrations
-from .api import Explanation, Support, attention, attention_backend, backends, explain, op_pair
+from .api import Explanation, Support, attention, attention_backend, backends, current_backend, explain, op_pair
 from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
 from .errors import (
     ArgumentError,
@@ -52,6 +52,7 @@ __all__ = [
     "attention",
     "attention_backend",
     "backends",
+    "current_backend",
     "errors",
     "explain",
     "integrations",

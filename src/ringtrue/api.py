@@ -107,14 +107,19 @@ def _prepare(
     context: ContextParallel | DeclaredCall | None = None,
 ) -> tuple[calls.Call, tuple[Choice, ...]]:
     """The validated call, and the backends that can take it as its plan needs them, best first."""
-    asked = backend if backend is not None else scope.current_backend(calls.describe(q, k, v)) or select.DEFAULT
-    if not isinstance(asked, OpPair):
-        asked = select.known(asked)
+    asked = _asked(backend, q, k, v)
     call = calls.normalise(q, k, v, **arguments, sharded=context is not None)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
     if isinstance(asked, OpPair):
         return call, select.fitting_pair(asked, facts, call.text)
     return call, select.fitting(asked, facts, call.text)
+
+
+def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
+    """The backend of a call: the one passed, else the scope's, else RINGTRUE_BACKEND, else "auto"."""
+    if backend is None:
+        backend = scope.current_backend(calls.describe(q, k, v)) or select.DEFAULT
+    return backend if isinstance(backend, OpPair) else select.known(backend)
 
 
 @contextlib.contextmanager
@@ -125,6 +130,11 @@ def attention_backend(backend: str | OpPair) -> Iterator[None]:
     """
     with scope.backend_scope(backend if isinstance(backend, OpPair) else select.known(backend, "attention_backend")):
         yield
+
+
+def current_backend() -> str | OpPair:
+    """What a call that names no backend would take here: the one in scope, else RINGTRUE_BACKEND, else "auto"."""
+    return scope.current_backend() or select.DEFAULT
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
 
     ArgumentError for an unknown name or device.
     """
-    plain = name.removeprefix("_")
+    plain = str(name).removeprefix("_")
     for backend in REGISTRY:
         if backend.name == plain:
             device = device or next(iter(backend.pairs))
@@ -186,11 +196,14 @@ class Explanation:
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, **arguments: object
+    query: Tensor, key: Tensor, value: Tensor, *, backend: str | OpPair | None = None, **arguments: object
 ) -> Explanation:
     """What `attention` with the same arguments would choose on this device, and why not the others; runs nothing."""
-    asked = select.known(backend or select.DEFAULT)
+    asked = _asked(backend, query, key, value)
     call = calls.normalise(query, key, value, **arguments)  # type: ignore[arg-type]
     reasons = {b.name: select.reasons_for(b, call.facts) for b in REGISTRY}
-    fits = [name for name, against in reasons.items() if not against and asked in (select.AUTO, name)]
-    return Explanation(call.text, fits[0] if fits else None, reasons)
+    if isinstance(asked, OpPair):
+        against = select.reasons_against(asked.claims, call.facts)
+        return Explanation(call.text, None if against else asked.name, {**reasons, asked.name: against})
+    fits = select.among(asked, call.facts, reasons)
+    return Explanation(call.text, fits[0].name if fits else None, reasons)

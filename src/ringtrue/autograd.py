@@ -65,14 +65,15 @@ class _Bridge(torch.autograd.Function):
                 ctx.options, wanted,
             )  # fmt: skip
         kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, not be zero
-            kept = _NoSecondDerivative.apply(pair.name, grad_out if grad_out.requires_grad else q, *kept)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, whatever it is taken of
+            anchor = torch.zeros((), requires_grad=True)
+            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, dense, key_bias)
         return *kept, None, None, None, None
 
 
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name: str, anchor: Tensor, *grads: Tensor | None):  # type: ignore[no-untyped-def]
+    def forward(ctx, name: str, grads: tuple[Tensor | None, ...], *_: Tensor | None):  # type: ignore[no-untyped-def]
         ctx.name = name
         return tuple(None if g is None else g.clone() for g in grads)
 

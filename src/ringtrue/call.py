@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .contract import Facts, Mask, Options, Wanted
 from .errors import ArgumentError, UnsupportedError, message
-from .masks import Causal, Dense, KeyBias, KeyPadding, parts_of
+from .masks import Causal, Dense, KeyBias, KeyPadding, MaskPart, parts_of, short
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,15 +36,29 @@ class Call:
 
 
 def describe(q: object, k: object, v: object, **arguments: object) -> str:
-    """The call as a line for messages: shapes, dtype, device and every argument that is not None."""
+    """The call as a line for messages: shapes, dtypes and every argument that is not None; never a tensor's content."""
+    given = {"q": q, "k": k, "v": v, **{n: x for n, x in arguments.items() if x is not None}}
+    return f"attention({', '.join(f'{n}={_brief(x)}' for n, x in given.items())})"
 
-    def one(name: str, x: object) -> str:
-        if isinstance(x, Tensor):
-            return f"{name}={str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-        return f"{name}={x!r}"
 
-    given = [one(n, x) for n, x in arguments.items() if x is not None]
-    return f"attention({', '.join([one('q', q), one('k', k), one('v', v), *given])})"
+def _unless(default: object, given: object) -> object:
+    """What was given, or None where it is the default and not worth a mention."""
+    return None if isinstance(given, (str, Real)) and given == default else given
+
+
+def _swapped(q: object, layout: str) -> str:
+    """A hint for every error of a call whose heads outnumber its tokens: the two may be swapped."""
+    if layout != "bshd" or not isinstance(q, Tensor) or q.is_nested or q.dim() != 4 or q.shape[2] <= q.shape[1]:
+        return ""
+    return f"; heads {q.shape[2]} > length {q.shape[1]}: did you pass bhsd?"
+
+
+def _brief(x: object) -> str:
+    if isinstance(x, Tensor):
+        return short(x)
+    if isinstance(x, (MaskPart, str, Real, type(None))):
+        return repr(x)
+    return f"a {type(x).__name__}"
 
 
 def normalise(
@@ -69,12 +84,17 @@ def normalise(
         k,
         v,
         attn_mask=attn_mask,
-        is_causal=is_causal or None,
+        dropout_p=_unless(0.0, dropout_p),
+        is_causal=_unless(False, is_causal),
         scale=scale,
-        layout=layout if layout != "bshd" else None,
+        enable_gqa=_unless(False, enable_gqa),
+        softcap=_unless(0.0, softcap),
+        layout=_unless("bshd", layout),
     )
-    check = Checker(text, q, layout)
+    text += _swapped(q, layout)
+    check = Checker(text, layout)
     check.layout_and_tensors(q, k, v)
+    check.flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse, deterministic=deterministic or False)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     check.shapes(q, k, v, enable_gqa)
@@ -88,7 +108,7 @@ def normalise(
         softcap=float(softcap),
         deterministic=deterministic,
         return_lse=return_lse,
-        extra=tuple(sorted((backend_options or {}).items())),
+        extra=tuple(sorted((backend_options or {}).items(), key=lambda option: option[0])),
     )
     return Call(q, k, v, mask, options, _facts(q, k, v, mask, options), alignments, text)
 
@@ -122,7 +142,6 @@ class Checker:
     """The refusals of one call; each raises with the call, the limit, the value and a remedy."""
 
     text: str
-    q: object
     layout: str
 
     def fail(
@@ -133,13 +152,6 @@ class Checker:
         remedy: str = "",
         kind: type[ArgumentError] | type[UnsupportedError] = ArgumentError,
     ) -> None:
-        if (
-            self.layout == "bshd"
-            and isinstance(self.q, Tensor)
-            and self.q.dim() == 4
-            and self.q.shape[2] > self.q.shape[1]
-        ):
-            remedy += f"{'; ' if remedy else ''}heads {self.q.shape[2]} > length {self.q.shape[1]}: did you pass bhsd?"
         raise kind(message(problem, call=self.text, limit=limit, value=value, remedy=remedy))
 
     def layout_and_tensors(self, q: Any, k: Any, v: Any) -> None:
@@ -164,7 +176,7 @@ class Checker:
             self.fail(
                 "query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}"
             )
-        if torch.is_autocast_enabled(q.device.type):
+        if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
             self.fail(
                 "autocast is on, and this release does not cast for it",
                 value=f"autocast to {torch.get_autocast_dtype(q.device.type)}",
@@ -194,15 +206,32 @@ class Checker:
         if h != hk and (hk == 0 or h % hk):
             self.fail("query heads are not a multiple of key heads", "key heads divide query heads", f"{h} and {hk}")
 
+    def flags(self, **given: object) -> None:
+        for name, flag in given.items():
+            if not isinstance(flag, bool):
+                self.fail(f"{name} is not a bool", "True or False", _brief(flag), "a mask is passed as attn_mask")
+
     def numbers(self, dropout_p: object, scale: object, softcap: object, backend_options: object) -> None:
-        if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
-            self.fail("dropout_p is not a probability below 1", "0 <= dropout_p < 1", repr(dropout_p))
-        if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
-            self.fail("scale is not a finite number", "a float, or None for 1/sqrt(head_dim)", repr(scale))
-        if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
-            self.fail("softcap is not a finite number >= 0", "0 (off) or positive", repr(softcap))
-        if backend_options is not None and not isinstance(backend_options, dict):
-            self.fail("backend_options is not a dict", "dict of option name to value", type(backend_options).__name__)
+        if not _finite(dropout_p) or not 0.0 <= dropout_p < 1.0:
+            self.fail("dropout_p is not a probability below 1", "0 <= dropout_p < 1", _brief(dropout_p))
+        if scale is not None and not _finite(scale):
+            self.fail("scale is not a finite number", "a float, or None for 1/sqrt(head_dim)", _brief(scale))
+        if not _finite(softcap) or softcap < 0.0:
+            self.fail("softcap is not a finite number >= 0", "0 (off) or positive", _brief(softcap))
+        if backend_options is None:
+            return
+        if not isinstance(backend_options, dict) or not all(isinstance(name, str) for name in backend_options):
+            self.fail("backend_options is not a dict", "dict of option name to value", _brief(backend_options))
+
+
+def _finite(x: Any) -> TypeGuard[float]:
+    """A plain number (numpy's too) that a float can hold; True and False are flags, and a tensor would hide a sync."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:
+        return False
 
 
 def build_mask(
@@ -232,7 +261,16 @@ def build_mask(
     if bias is not None and dense is not None and dense.dtype != torch.bool:
         check.fail("two float masks", "at most one", "a float tensor & KeyBias", "add them yourself")
     offsets = [0 if a == "top_left" else k_len - q_len for a in alignments]
-    return Mask(dense, keep, bias, min(offsets) if offsets else None), frozenset(alignments)
+    causal = min(offsets) if offsets else None
+    return Mask(_in_range(dense, q.dtype), keep, _in_range(bias, q.dtype), causal), frozenset(alignments)
+
+
+def _in_range(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A float64 bias for narrower inputs in float32, where its lowest number must not become -inf (may not attend)."""
+    if mask is None or mask.dtype != torch.float64 or dtype == torch.float64:
+        return mask
+    lowest = torch.finfo(torch.float32).min
+    return mask.masked_fill((mask < lowest) & mask.isfinite(), lowest).to(torch.float32)
 
 
 def _check_keys(keys: Tensor, name: str, batch: int, k: Tensor, check: Checker) -> None:
@@ -254,6 +292,8 @@ def _check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check
         check.fail(
             "attn_mask is neither bool nor float", "bool or a float dtype", mask.dtype, "mask.bool(): True = may attend"
         )
+    if mask.layout != torch.strided or mask.is_nested:
+        check.fail("attn_mask is not a plain strided tensor", "torch.strided", mask.layout, "mask.to_dense()")
     if mask.device != k.device:
         check.fail("attn_mask is on another device", k.device, mask.device)
     four = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
@@ -273,6 +313,8 @@ def _check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check
             if per_sample
             else "a 2-D mask is (Sq, Sk); a key mask per sample is KeyPadding(bool (B, Sk))",
         )
+    if torch.is_grad_enabled() and four.requires_grad:
+        return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times
         if four.shape[axis] > 1 and four.stride(axis) == 0 and not (sharded and axis == 3):
             four = four.narrow(axis, 0, 1)

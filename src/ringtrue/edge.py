@@ -1,7 +1,8 @@
 """`edge(pair)`: everything that no two kernels agree on, so that a pair stays a schema and a call.
 
 Lowering the mask to what the pair takes, splitting an offset-causal call, key heads, head-dim padding, a last dim whose
-stride is not 1, empty calls, rows that see nothing. What `edge` returns claims all of that, whatever the pair claims.
+stride is not 1, empty calls, rows that see nothing, rows at a huge level (level.py). What `edge` returns claims all of
+that, whatever the pair claims.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
+from .level import level
 from .masks import dense_bias, live_rows
 from .merge import merge
 
@@ -22,9 +24,8 @@ Block = tuple[slice, slice]
 
 def edge(pair: OpPair) -> OpPair:
     """The pair with the layout rule, every mask kind and every size of section "Semantics" honoured around it."""
-    return replace(
-        pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=widened(pair.claims)
-    )
+    claims = widened(pair.claims)
+    return level(replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims))
 
 
 def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
@@ -84,8 +85,8 @@ def _backward(
                 total[:, where] += grad
         if d_bias is not None and part.dbias is not None:
             _bias_part(d_bias, rows, cols).add_(part.dbias)
-    d_inputs = (None if s is None else s.to(q.dtype) for s in sums)
-    return Grads(*d_inputs, None if d_bias is None or bias is None else d_bias.to(bias.dtype))
+    dq, dk, dv = (None if s is None else s.to(q.dtype) for s in sums)
+    return Grads(dq, dk, dv, None if d_bias is None or bias is None else d_bias.to(bias.dtype))
 
 
 def _bias_part(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:

@@ -31,6 +31,9 @@ class MaskSet(MaskPart):
 
     parts: tuple[MaskPart, ...]
 
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.parts))
+
 
 @dataclass(frozen=True)
 class Causal(MaskPart):
@@ -59,6 +62,9 @@ class KeyPadding(MaskPart):
 
     keep: Tensor
 
+    def __repr__(self) -> str:
+        return f"KeyPadding({short(self.keep)})"
+
     def __post_init__(self) -> None:
         _require(self.keep, "KeyPadding", "bool (B, Sk)", want_bool=True)
 
@@ -69,6 +75,9 @@ class KeyBias(MaskPart):
 
     bias: Tensor
 
+    def __repr__(self) -> str:
+        return f"KeyBias({short(self.bias)})"
+
     def __post_init__(self) -> None:
         _require(self.bias, "KeyBias", "float (B, Sk)", want_bool=False)
 
@@ -78,6 +87,14 @@ class Dense(MaskPart):
     """A plain tensor mask, bool (True = may attend) or float (added), that broadcasts to (B, H, Sq, Sk)."""
 
     mask: Tensor
+
+    def __repr__(self) -> str:
+        return short(self.mask)
+
+
+def short(x: Tensor) -> str:
+    """dtype and shape: what messages show of a tensor, whose content is nobody's business (and costs a copy to CPU)."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape) if not x.is_nested else '[nested]'}"
 
 
 def parts_of(mask: object) -> tuple[MaskPart, ...]:

@@ -149,8 +149,9 @@ def stale_kv(pair: OpPair) -> Planted:
 class FirstStep:
     """Remembers k and v per thread (the ranks of an in-process ring are threads) and per backward pass.
 
-    All steps of one pass share the storage of grad_out, q and out (an lse may be copied on its way). What is remembered
-    keeps that storage alive, so no later pass can be given the same memory and be taken for this one.
+    All steps of one pass share the storage of q and out (grad_out and lse may be copied on their way), and passes that
+    share it begin with the same k and v. What is remembered keeps that storage alive, so no other pass can be given the
+    same memory and be taken for this one.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class FirstStep:
     def __call__(self, call: BackwardCall) -> BackwardCall:
         if call.q.numel() == 0:  # no memory to tell passes apart by, and nothing to get wrong
             return call
-        held = (call.grad_out, call.q, call.out)
+        held = (call.q, call.out)
         key = tuple(x.untyped_storage().data_ptr() for x in held)
         if getattr(self.memory, "key", None) != key:
             self.memory.key, self.memory.held = key, held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 
 from .backends import REGISTRY
@@ -18,15 +19,12 @@ def names() -> tuple[str, ...]:
     return (*(b.name for b in REGISTRY), AUTO)
 
 
-def known(name: str, where: str = "backend") -> str:
+def known(name: object, where: str = "") -> str:
     """The canonical name (diffusers' names carry a leading underscore), or an error that lists the known ones."""
     plain = str(name).removeprefix("_")
     if plain not in names():
-        raise ArgumentError(
-            message(
-                f"unknown backend in {where}", limit=", ".join(names()), value=repr(name), remedy="pick one of those"
-            )
-        )
+        problem = f"unknown backend in {where}" if where else "unknown backend"
+        raise ArgumentError(message(problem, limit=", ".join(names()), value=repr(name), remedy="pick one of those"))
     return plain
 
 
@@ -93,13 +91,18 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
 def fitting(name: str, facts: Facts, call: str = "") -> tuple[Choice, ...]:
     """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
     trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
-    fits = [b for b, (_, reasons) in zip(REGISTRY, trace, strict=True) if not reasons]
+    chosen = among(name, facts, dict(trace))
+    if not chosen:
+        raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
+    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen)
+
+
+def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:
+    """What a name, or "auto", may become where these are the reasons against each backend; best first."""
+    fits = [b for b in REGISTRY if not reasons[b.name] and name in (AUTO, b.name)]
     if name == AUTO:  # auto ignores grad mode: a reentrant checkpoint's first pass has it off
         fits = [b for b in fits if b.pairs[facts.device].claims.backward]
-    chosen = [b for b in fits if name in (AUTO, b.name)]
-    if not chosen:
-        raise refusal(name, trace, [b.name for b in fits], call)
-    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen)
+    return tuple(fits)
 
 
 def fitting_pair(pair: OpPair, facts: Facts, call: str = "") -> tuple[Choice, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -60,13 +59,13 @@ def parameters(subject: Subject) -> object:
 EVERY_SUBJECT = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
 
 
-def cases_for(subject: Subject, dtypes: tuple[torch.dtype, ...] = DTYPES, *, in_parts: bool = False) -> Iterator[Case]:
+@lru_cache(maxsize=None)
+def cases_for(
+    subject: Subject, dtypes: tuple[torch.dtype, ...] = DTYPES, *, in_parts: bool = False
+) -> tuple[Case, ...]:
     """Every case, in every dtype, that the subject's claims allow; `in_parts`: also under the chunk law."""
-    for dtype in dtypes:
-        for case in CASES:
-            typed = replace(case, dtype=dtype)
-            if (case.splits or not in_parts) and takes(subject.pair, typed, in_parts):
-                yield typed
+    typed = (replace(case, dtype=dtype) for dtype in dtypes for case in CASES)
+    return tuple(c for c in typed if (c.splits or not in_parts) and takes(subject.pair, c, in_parts))
 
 
 def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:

@@ -316,3 +316,14 @@ def test_is_causal_has_no_order_to_refer_to() -> None:
             )
 
     World(2).run(on)
+
+
+def test_a_cache_that_skips_blocks_by_local_numbers_is_refused() -> None:
+    def make(rank: int, model: Any) -> dict[str, Any]:
+        model._cache_config = object() if rank == 1 else None
+        return inputs(7, 5)
+
+    other, own = failures(make)
+    assert isinstance(own, rt.UnsupportedError)
+    assert isinstance(other, rt.PeerError)
+    assert "disable_cache" in str(other)

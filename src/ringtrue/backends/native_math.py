@@ -82,10 +82,8 @@ def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse) for an lse that may come from more keys, kept exact where lse is too large to hold log(n)."""
-    here = scores.logsumexp(-1)
-    share = (here - lse).masked_fill(here == float("-inf"), float("-inf")).exp()
-    return _softmax(scores, here) * share.unsqueeze(-1)
+    """exp(scores - lse), for an lse that may come from more keys; 0 where nothing is seen."""
+    return (scores - lse.unsqueeze(-1)).exp().masked_fill(scores == float("-inf"), 0.0)
 
 
 def _to_bias(d_scores: Tensor, mask: Mask) -> Tensor:

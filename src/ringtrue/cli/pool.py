@@ -26,10 +26,13 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """fn(job, *args) on `ranks` workers, which share a process group when there are several."""
+    """fn(job, *args) on `ranks` workers, which share a process group when there are several.
+
+    fn  "module:function"; the parent need not have imported it
+    """
 
     name: str
-    fn: Callable[..., Any]
+    fn: str
     args: tuple[Any, ...]
     ranks: int = 1
 
@@ -63,14 +66,18 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def ready(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has started; `on_ready` is called once a worker. Raises WorkerError."""
         self._collect({index: "start" for index in range(self.size)}, Ready, lambda name, value: on_ready())
 
-    def run(self, tasks: Sequence[Task], on_news: Callable[[str, Any], None] = lambda name, value: None) -> list[list[Any]]:
+    def run(
+        self, tasks: Sequence[Task], on_news: Callable[[str, Any], None] = lambda name, value: None
+    ) -> list[list[Any]]:
         """Each task's results in rank order. As many tasks run side by side as there are workers.
 
         on_news(task name, value) is called for what a task's first rank reports. Raises WorkerError, and the pool is then
@@ -153,7 +160,9 @@ def _story(names: dict[int, str], failures: dict[int, str], silent: list[int], t
     by_text: dict[str, list[int]] = {}
     for index, text in failures.items():
         by_text.setdefault(text, []).append(index)
-    parts = [f"{names[which[0]]}: failed in worker {', '.join(map(str, which))}\n{text}" for text, which in by_text.items()]
+    parts = [
+        f"{names[which[0]]}: failed in worker {', '.join(map(str, which))}\n{text}" for text, which in by_text.items()
+    ]
     if silent:
         seconds = f" for {timeout:g} s" if not failures else ""
         parts.append(f"{names[silent[0]]}: no news from worker {', '.join(map(str, silent))}{seconds}")

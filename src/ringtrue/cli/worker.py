@@ -24,9 +24,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Order:
-    """Parent to worker: fn(job, *args) as one rank of a group."""
+    """Parent to worker: fn(job, *args) as one rank of a group; `fn` is "module:function"."""
 
-    fn: Callable[..., Any]
+    fn: str
     args: tuple[Any, ...]
     rank: int
     world: int
@@ -121,7 +121,8 @@ def perform(order: Order, device: torch.device, pipe: Connection) -> Done | Fail
                 timeout=timedelta(seconds=order.timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-        return Done(order.fn(job, *order.args))
+        module, function = order.fn.split(":")
+        return Done(getattr(importlib.import_module(module), function)(job, *order.args))
     except BaseException:  # every way to fail is an answer
         return Failed(traceback.format_exc())
     finally:

@@ -44,6 +44,12 @@ class ContextParallel:
         self.size = self.groups.context.size
         self._numbers = itertools.count()
 
+    @classmethod
+    def current(cls) -> ContextParallel | None:
+        """The context of the innermost `with cp:` around the caller, or None."""
+        found = scope.current_context()
+        return found if isinstance(found, cls) else None
+
     def __enter__(self) -> ContextParallel:
         scope.enter_context(self)
         return self

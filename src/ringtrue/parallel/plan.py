@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ..level import level
 from .comm import Comm, Groups, Template
 from .ring import ring
 from .schedule import Schedule, starts
@@ -60,7 +61,7 @@ class Plan:
             shares = head_shares(self.heads, self.kv_heads, degree)
             lengths = self.q_lengths[group], self.k_lengths[group]
             pair = ulysses(pair, groups.ulysses, shares, *lengths, self.wanted, self.mask_rows)
-        return globalise(pair, groups.context, self)
+        return globalise(level(pair), groups.context, self)
 
 
 def globalise(pair: OpPair, comm: Comm, plan: Plan) -> OpPair:

@@ -54,7 +54,7 @@ class Settings:
 
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
-    """"ulysses2,ring2,2x2" -> modes, each once. UsageError for anything else."""
+    """ "ulysses2,ring2,2x2" -> modes, each once. UsageError for anything else."""
     modes = [parse_mode(part.strip()) for part in text.split(",") if part.strip()]
     if not modes:
         raise UsageError(f"--modes is empty; {_MODES}")
@@ -62,7 +62,7 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
 
 
 def parse_mode(text: str) -> Mode:
-    """"ulysses2", "ring4" or "2x2" (Ulysses x Ring) -> Mode. UsageError for anything else."""
+    """ "ulysses2", "ring4" or "2x2" (Ulysses x Ring) -> Mode. UsageError for anything else."""
     if match := re.fullmatch(r"ulysses(\d+)", text):
         mode = Mode(int(match[1]), 1)
     elif match := re.fullmatch(r"ring(\d+)", text):

@@ -14,7 +14,7 @@ from .model import Batch
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
-LOSS_SCALE = {torch.float16: 1024.0}  # the gradients of a mean vanish in float16 otherwise
+LOSS_SCALE = {torch.float16: 8192.0}  # the gradients of a mean vanish in float16 otherwise
 
 
 @dataclass(frozen=True)

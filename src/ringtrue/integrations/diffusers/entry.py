@@ -37,13 +37,13 @@ class Passed:
     given    the attention mask as it was passed to the model
     keys     the same as a mask of this rank's keys
     call     the declared call: lengths of every rank and kind of mask
-    backend  what was bound when the forward began; None: the one in scope at the call
+    backend  what was bound, or else in scope, when the forward began
     """
 
     given: object
     keys: object
     call: Any
-    backend: str | rt.OpPair | None
+    backend: str | rt.OpPair
 
 
 class _AnyName(set[str]):

@@ -23,7 +23,7 @@ def facts_of(model: nn.Module, named: Mapping[str, Any], device: torch.device) -
     flags = bytes(parameter.requires_grad for parameter in model.parameters())
     facts["parameters"] = f"{sum(flags)} of {len(flags)} require grad ({zlib.crc32(flags):08x})"
     facts["grad mode"] = "on" if grad else "off"
-    facts["gradient checkpointing"] = "on" if model.is_gradient_checkpointing else "off"
+    facts["gradient checkpointing"] = "on" if getattr(model, "gradient_checkpointing", False) else "off"
     autocast = torch.is_autocast_enabled(device.type)
     facts["autocast"] = str(torch.get_autocast_dtype(device.type)) if autocast else "off"
     return facts

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What one rank brings to a forward: the facts that must be equal everywhere, and its own mask."""
+    """What one rank brings to a forward: facts that must be equal everywhere, its own mask, the backend it chose."""
 
     same: Mapping[str, str]
     given: object
     keys: rt.KeyPadding | rt.KeyBias | None
     lengths: Mapping[str, tuple[int, ...]]
+    backend: str | rt.OpPair
 
 
 class Kept:
@@ -106,7 +107,7 @@ class Hooks(Kept):
             keys = rt.KeyPadding(torch.ones(shape, dtype=torch.bool, device=named[self.family.output].device))
         call = self.context.call(q_lengths=tokens, k_lengths=tokens, mask=kind)
         changed = self._shares(root, named)
-        passed = Passed(draft.given, keys, call, self.binding.backend)
+        passed = Passed(draft.given, keys, call, draft.backend)
         changed[self.family.kwargs] = {**(named.get(self.family.kwargs) or {}), "attention_mask": passed}
         self.sizes = draft.lengths[self.family.output]
         return root.replaced(args, kwargs, changed)
@@ -164,8 +165,9 @@ class Hooks(Kept):
         image = named[self.family.output]
         given = (named.get(self.family.kwargs) or {}).get("attention_mask")
         keys = masks.read(given, image.shape[0], sum(each[self.context.rank] for each in lengths.values()))
-        backend = getattr(self.binding.backend, "name", self.binding.backend)
-        return Draft({**facts_of(model, named, image.device), "backend": str(backend)}, given, keys, lengths)
+        backend = self.binding.backend or rt.current_backend()  # a recomputed call finds no scope
+        asked = backend if isinstance(backend, str) else backend.name
+        return Draft({**facts_of(model, named, image.device), "backend": asked}, given, keys, lengths, backend)
 
     def _check_intact(self, model: nn.Module) -> None:
         """An error where something was changed since `parallelize` that would make numbers wrong, or ranks part."""

@@ -27,7 +27,7 @@ def local_key_mask(
     text     which text tokens of the whole sequence are real: bool (B, text tokens)
     image    likewise (B, image tokens), or how many there are when all of them are real
     model    a model: its context if it is parallelized, else none
-    context  or the context itself; with neither the mask is that of one process: whole
+    context  or the context itself; with neither, the one in scope; with none of them the mask is whole
 
     Pass it as `joint_attention_kwargs={"attention_mask": mask}`. ArgumentError for anything but bool masks of one B.
     """
@@ -39,6 +39,8 @@ def local_key_mask(
     if model is not None and context is None:
         binding = model.__dict__.get(ATTRIBUTE)
         context = None if binding is None else binding.context
+    if model is None and context is None:
+        context = rt.ContextParallel.current()
     if context is not None:
         text, image = (context.shard(mask, 1) for mask in (text, image))
     return torch.cat([text, image], dim=1)[:, None, None, :]

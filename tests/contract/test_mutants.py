@@ -1,0 +1,65 @@
+"""The judgement is worth what it finds: each historical fault and each mutant fails, on every pair and in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from contract.subjects import DTYPES, SUBJECTS, Subject, cases_for, parameters, verdicts
+from mutants.pairs import MUTANTS, Mutant
+from ringtrue.audit.inputs import Case
+from ringtrue.audit.judge import Verdict
+from ringtrue.contract import OpPair
+from ringtrue.plants import PLANTS, ran
+
+FAULTS = {**{name: Mutant(make) for name, make in PLANTS.items()}, **MUTANTS}
+
+
+def every_fault() -> Iterator[object]:
+    for subject in SUBJECTS:
+        for name, fault in FAULTS.items():
+            for dtype in (d for d in DTYPES if d in subject.pair.claims.dtypes & fault.dtypes):
+                if fault.needs(subject.pair.claims):
+                    plain = parameters(subject)
+                    label = f"{subject}-{str(dtype).removeprefix('torch.')}-{name}"
+                    yield pytest.param(subject, dtype, fault, id=label, marks=plain.marks)
+
+
+@pytest.mark.parametrize(("subject", "dtype", "fault"), list(every_fault()))
+def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Mutant) -> None:
+    for case, in_parts in _cases(subject, dtype):
+        found = verdicts(fault.make(subject.pair), case, subject.device, in_parts=in_parts)
+        if not all(v.ok for v in found):
+            right = verdicts(subject.pair, case, subject.device, in_parts=in_parts)
+            assert all(v.ok for v in right), f"{case.id}: the pair fails without the fault too\n" + _text(right)
+            return
+    pytest.fail("passes every case")
+
+
+@pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+@pytest.mark.parametrize("plant", list(PLANTS.values()), ids=list(PLANTS))
+def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: Callable[[OpPair], OpPair]) -> None:
+    """A historical fault is no matter of rounding: some case is off by more than a hundred times what is allowed."""
+    planted = plant(subject.pair)
+    dtype = min(subject.pair.claims.dtypes, key=str)
+    worst = 0.0
+    for case, in_parts in _cases(subject, dtype):
+        found = verdicts(planted, case, subject.device, in_parts=in_parts)
+        worst = max(worst, *(v.strain for v in found))
+        if worst > 100:
+            break
+    assert worst > 100
+    assert ran(planted) > 0
+
+
+def _cases(subject: Subject, dtype: torch.dtype) -> Iterator[tuple[Case, bool]]:
+    """Those that split first: under the chunk law a pair shows faults that one call hides."""
+    for in_parts in (True, False):
+        if subject.pair.claims.backward_from_lse or not in_parts:
+            yield from ((case, in_parts) for case in cases_for(subject, (dtype,), in_parts=in_parts))
+
+
+def _text(found: list[Verdict]) -> str:
+    return "\n".join(map(str, found))
