@@ -177,7 +177,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity() -> None:
 def test_rows_that_are_all_lowest_are_ordinary() -> None:
     """A constant added to a whole row changes nothing but lse, however large it is."""
     inputs = build(Case("lowest", 4, 5, dtype=torch.float64))
-    lowest = torch.full((1, 1, 1, 5), torch.finfo(torch.float64).min)
+    lowest = torch.full((1, 1, 1, 5), torch.finfo(torch.float64).min, dtype=torch.float64)
     plain, low = truth_of(inputs).values, truth_of(replace(inputs, mask=Mask(dense=lowest))).values
     for name in ("out", "dq", "dk", "dv"):
         torch.testing.assert_close(getattr(low, name), getattr(plain, name))
@@ -191,7 +191,9 @@ def test_one_key_has_no_gradient_in_q_and_k() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case("b", 5, 7, batch=0), Case("q", 0, 7), Case("k", 5, 0), Case("bias", 5, 0, mask="bias")], ids=lambda c: c.id
+    "case",
+    [Case("b", 5, 7, batch=0), Case("q", 0, 7), Case("k", 5, 0), Case("bias", 5, 0, mask="bias")],
+    ids=lambda c: c.id,
 )
 def test_empty_sizes(case: Case) -> None:
     inputs = build(case)

@@ -61,6 +61,8 @@ def merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 def _parts(cuts: Sequence[int], length: int) -> Iterator[slice]:
     edges = (0, *cuts, length)
+    if sorted(edges) != list(edges):
+        raise ValueError(f"cuts must ascend from 0 to {length}: {list(cuts)}")
     return (slice(a, b) for a, b in pairwise(edges))
 
 

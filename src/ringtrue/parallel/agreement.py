@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..contract import Choice, Wanted
+from ..contract import Choice, Mask, Wanted
 from ..errors import ArgumentError, DisagreementError, message
 from .config import ContextParallelConfig
 from .header import Header
@@ -24,9 +24,9 @@ DECLARED: dict[str, frozenset[str]] = {
 }
 
 
-def same(call: Call) -> dict[str, object]:
+def same(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
     """What must be equal on all ranks."""
-    facts, options, dense, bias = call.facts, call.options, call.mask.dense, call.mask.key_bias
+    facts, options = call.facts, call.options
     return {
         "batch": facts.batch,
         "heads": facts.heads,
@@ -42,10 +42,19 @@ def same(call: Call) -> dict[str, object]:
         "deterministic": options.deterministic,
         "return_lse": options.return_lse,
         "backend options": [[k, repr(v)] for k, v in options.extra],
-        "mask batch, heads, columns": None if dense is None else [dense.shape[0], dense.shape[1], dense.shape[3]],
-        "mask dtype": None if dense is None else _short(dense.dtype),
-        "KeyBias dtype": None if bias is None else _short(bias.dtype),
+        "mask": _form(call.mask),
+        "backend": choices[0].asked,
     }
+
+
+def _form(mask: Mask) -> str:
+    """All of a mask that must be alike on all ranks; KeyPadding may be there or not."""
+    dense, bias = mask.dense, mask.key_bias
+    parts = [] if bias is None else [f"KeyBias {_short(bias.dtype)}"]
+    if dense is not None:
+        batch, heads, _, columns = dense.shape
+        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads}, columns {columns})")
+    return " and ".join(parts) or "none, or KeyPadding"
 
 
 def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
@@ -58,7 +67,6 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "rows": None if dense is None else dense.shape[2],
         "wanted": [bool(w) for w in call.facts.wanted],
         "fits": [choice.backend for choice in choices],
-        "asked": choices[0].asked,
     }
 
 
@@ -66,12 +74,14 @@ def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequen
     """The plan all ranks reach from the same headers, and the backend: the first that fits everywhere."""
     said = [header.own for header in headers]
     kinds = [frozenset(map(str, s["kinds"])) for s in said]  # type: ignore[call-overload]
-    _equal("mask", [", ".join(sorted(k - {"key_keep"})) or "no other than KeyPadding" for k in kinds], call)
-    _equal("backend", [str(s["asked"]) for s in said], call)
     fits: list[list[str]] = [list(s["fits"]) for s in said]  # type: ignore[call-overload]
     common = [name for name in fits[0] if all(name in f for f in fits)]
     if not common:
-        _equal("backends that fit", [", ".join(f) for f in fits], call)
+        seen = "; ".join(f"rank {r}: {', '.join(names)}" for r, names in enumerate(fits))
+        text = message(
+            "no backend fits on all ranks", call=call.text, value=seen, remedy="pass alike inputs everywhere"
+        )
+        raise DisagreementError(text)
     wanted = Wanted(*(any(s["wanted"][i] for s in said) for i in range(4)))  # type: ignore[index]
     plan = Plan(
         rank=rank,
@@ -151,14 +161,6 @@ def _columns(call: Call, plan: Plan) -> None:
             f"{total} columns (keys per rank {list(plan.k_lengths)})",
             f"{dense.shape[3]} columns",
             "for a key mask that is sharded like the keys pass KeyPadding(bool (B, Sk_local)) or KeyBias",
-        )
-
-
-def _equal(what: str, per_rank: Sequence[str], call: Call) -> None:
-    if len(set(per_rank)) > 1:
-        seen = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(per_rank))
-        raise DisagreementError(
-            message(f"ranks disagree on {what}", call=call.text, value=seen, remedy="pass the same kind on every rank")
         )
 
 

@@ -185,7 +185,7 @@ class ContextParallel:
         """Agree with the other ranks on this call -> (the composed pair, whether peers need this rank's backward)."""
         if self.config.lengths == "equal":
             return DeclaredCall(self, None, None, "none").plan(call, choices)
-        headers = self.agree("attention", agreement.same(call), agreement.own(call, choices))
+        headers = self.agree("attention", agreement.same(call, choices), agreement.own(call, choices))
         plan, backend = agreement.settle(self.config, self.rank, call, headers)
         pair = next(choice.pair for choice in choices if choice.backend == backend)
         anchored = any(plan.wanted) and not any(call.facts.wanted)

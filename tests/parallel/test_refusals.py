@@ -1,0 +1,172 @@
+"""Ranks that disagree: every rank raises, within seconds, and names the rank and the difference. Real processes."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import pytest
+import torch
+
+import ringtrue as rt
+from gloo import Pool
+from ringtrue.parallel.twin import Rank, World
+
+LIMIT = 15  # seconds; a hang would be the pool's timeout
+
+# what rank 1 does otherwise -> what every rank's error says
+DIFFERENCES = {
+    "batch": ("DisagreementError", "batch: rank 0 2, rank 1 1"),
+    "heads": ("DisagreementError", "heads: rank 0 2, rank 1 4"),
+    "head dim": ("DisagreementError", "head dim: rank 0 8, rank 1 4"),
+    "dtype": ("DisagreementError", "dtype: rank 0 float32, rank 1 bfloat16"),
+    "causal": ("DisagreementError", 'causal: rank 0 [], rank 1 ["top_left"]'),
+    "scale": ("DisagreementError", "scale: rank 0 0.5, rank 1 0.25"),
+    "return_lse": ("DisagreementError", "return_lse: rank 0 false, rank 1 true"),
+    "backend": ("DisagreementError", "backend: rank 0 auto, rank 1 native_math"),
+    "mask kind": ("DisagreementError", "rank 0 none, or KeyPadding, rank 1 KeyBias float32"),
+    "float beside bool": ("DisagreementError", "rank 1 KeyBias float32"),
+    "own mistake": ("PeerError", "rank 1"),
+    "dropout": ("PeerError", "no-dropout"),
+    "another call": ("DisagreementError", "gather"),
+}
+
+
+def call(cp: rt.ContextParallel, how: str) -> str:
+    """One attention call that rank 1 makes in another way; the error's type and text."""
+    other = cp.rank == 1
+    shape = [2, 3, 2, 8]
+    for name, axis, value in (("batch", 0, 1), ("heads", 2, 4), ("head dim", 3, 4)):
+        shape[axis] = value if other and how == name else shape[axis]
+    dtype = torch.bfloat16 if other and how == "dtype" else torch.float32
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    bias = rt.KeyBias(torch.zeros(2, 3))
+    mask = bias if other and how in ("mask kind", "float beside bool") else None
+    if not other and how == "float beside bool":
+        mask = rt.KeyPadding(torch.ones(2, 3, dtype=torch.bool))
+    if other and how == "own mistake":
+        k = k[:, :2]
+    before = q.clone()
+    try:
+        if other and how == "another call":
+            cp.gather(q, 1)
+        else:
+            rt.attention(
+                q, k, v, mask,
+                dropout_p=0.1 if other and how == "dropout" else 0.0,
+                is_causal=other and how == "causal",
+                scale=0.25 if other and how == "scale" else 0.5,
+                return_lse=other and how == "return_lse",
+                backend="native_math" if other and how == "backend" else "auto",
+                parallel=cp,
+            )  # fmt: skip
+    except rt.RingtrueError as error:
+        assert torch.equal(q, before)
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def check(texts: list[str], how: str) -> None:
+    kind, said = DIFFERENCES[how]
+    own = {"own mistake": "ArgumentError", "dropout": "UnsupportedError"}.get(how, kind)
+    for rank, text in enumerate(texts):
+        assert text.startswith(own if rank == 1 else kind), text
+        assert (rank == 1 and own != kind) or said in text, text
+
+
+def on_gloo(rank: int, world: int, degrees: tuple[int, int]) -> list[tuple[str, float]]:
+    """All differences in one context: an error leaves it usable."""
+    cp = rt.ContextParallel(rt.ContextParallelConfig(*degrees, timeout=LIMIT))
+    found = []
+    for how in DIFFERENCES:
+        start = monotonic()
+        found.append((call(cp, how), monotonic() - start))
+    assert call(cp, "nothing") == "nothing raised"
+    return found
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ulysses", "ring"])
+def test_all_ranks_raise_and_name_the_difference(pool: Pool, degrees: tuple[int, int]) -> None:
+    results = pool.run(on_gloo, 2, degrees, timeout=60)
+    for i, how in enumerate(DIFFERENCES):
+        check([ranks[i][0] for ranks in results], how)
+        assert all(ranks[i][1] < LIMIT for ranks in results)
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_the_same_on_the_twin(how: str) -> None:
+    def body(mesh: Rank) -> str:
+        return call(rt.ContextParallel(rt.ContextParallelConfig(2, 2, mesh=mesh)), how)
+
+    texts = World(4).run(body)
+    kind, _ = DIFFERENCES[how]
+    assert all(text.startswith(kind) for rank, text in enumerate(texts) if rank != 1), texts
+    assert texts[1] != "nothing raised"
+
+
+def mask_call(mask: object, **config: object):
+    def body(mesh: Rank) -> str:
+        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 2, mesh=mesh, **config))
+        q, k, v = (torch.randn(2, 3, 2, 8) for _ in range(3))
+        with pytest.raises(rt.RingtrueError) as caught:
+            rt.attention(q, k, v, mask, parallel=cp)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    return World(2).run(body)
+
+
+def test_mask_in_the_wrong_form() -> None:
+    """A tensor mask has the columns of all keys; a key mask that is sharded like the keys is KeyPadding."""
+    for text in mask_call(torch.ones(2, 1, 1, 3, dtype=torch.bool)):
+        assert text.startswith("ArgumentError")
+        assert "6 columns" in text
+        assert "3 columns" in text
+        assert "KeyPadding" in text
+    for text in mask_call(rt.KeyPadding(torch.ones(2, 6, dtype=torch.bool))):
+        assert "(2, 3)" in text
+        assert "sharded like the keys" in text
+
+
+def test_gradient_of_a_float_mask_is_refused() -> None:
+    for text in mask_call(rt.KeyBias(torch.zeros(2, 3, requires_grad=True))):
+        assert "gradient of a float mask" in text
+
+
+def test_degrees_that_do_not_fit() -> None:
+    def body(mesh: Rank) -> str:
+        with pytest.raises(rt.ArgumentError) as caught:
+            rt.ContextParallel(rt.ContextParallelConfig(2, 2, mesh=mesh))
+        return str(caught.value)
+
+    for text in World(3).run(body):
+        assert "3" in text
+        assert "4" in text
+    with pytest.raises(rt.ArgumentError, match=r"initiali[sz]ed|process group"):
+        rt.ContextParallel(rt.ContextParallelConfig(ulysses_degree=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"ulysses_degree": 0}, rt.ArgumentError, "ulysses_degree"),
+        ({"ring_degree": 1.5}, rt.ArgumentError, "ring_degree"),
+        ({"load_balance": "head_tail"}, rt.UnsupportedError, "head_tail"),
+        ({"load_balance": "zigzag"}, rt.ArgumentError, "load_balance"),
+        ({"lengths": "guess"}, rt.ArgumentError, "lengths"),
+        ({"timeout": 0}, rt.ArgumentError, "timeout"),
+    ],
+)
+def test_config_says_what_it_takes(options: dict[str, object], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        rt.ContextParallelConfig(**options)  # type: ignore[arg-type]
+
+
+def test_lse_gradient_under_context_parallelism_is_refused_in_backward() -> None:
+    def body(mesh: Rank) -> str:
+        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 2, mesh=mesh))
+        q, k, v = (torch.randn(1, 3, 2, 8, requires_grad=True) for _ in range(3))
+        _, lse = rt.attention(q, k, v, return_lse=True, parallel=cp, backend="native_math")
+        with pytest.raises(rt.GradientError, match="lse"):
+            lse.sum().backward()
+        return "raised"
+
+    assert World(2).run(body) == ["raised"] * 2
