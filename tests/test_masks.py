@@ -137,8 +137,17 @@ def test_live_rows_are_those_with_a_key(mask: Mask) -> None:
     whole = torch.ones(2, 3, q_len, k_len, dtype=torch.bool) if where is None else where.expand(2, 3, q_len, k_len)
     found = torch.ones(2, 3, q_len, dtype=torch.bool) if live is None else live.expand(2, 3, q_len)
     assert torch.equal(found, whole.any(-1))
-    if live is not None:  # nothing of the size of all scores was made for it
-        assert live.numel() <= max(1 if mask.dense is None else mask.dense[..., 0].numel(), 2 * q_len)
+
+
+@pytest.mark.parametrize("kind", ["key_keep", "key_bias", "dense"])
+def test_live_rows_make_nothing_of_the_size_of_all_scores(kind: str) -> None:
+    """10^11 scores: they would not fit."""
+    length = 300_000
+    keys = torch.zeros(1, length).index_fill(1, torch.tensor([7]), 1.0).log()  # only key 7 may be attended to
+    part = {"key_keep": keys == 0, "key_bias": keys, "dense": keys[:, None, None]}[kind]
+    live = live_rows(Mask(**{kind: part}, causal=-2), length, length, CPU)
+    assert live is not None
+    assert live.expand(1, 1, length)[0, 0].sum() == length - 9
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
