@@ -287,13 +287,13 @@ def _check_keys(keys: Tensor, name: str, batch: int, k: Tensor, check: Checker) 
 
 def _check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check: Checker, sharded: bool) -> Tensor:
     """The mask as (b, h, q, k), each dim full or 1, never expanded."""
+    if mask.layout != torch.strided or mask.is_nested:
+        check.fail("attn_mask is not a plain strided tensor", "torch.strided", mask.layout, "mask.to_dense()")
     shape = tuple(mask.shape)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         check.fail(
             "attn_mask is neither bool nor float", "bool or a float dtype", mask.dtype, "mask.bool(): True = may attend"
         )
-    if mask.layout != torch.strided or mask.is_nested:
-        check.fail("attn_mask is not a plain strided tensor", "torch.strided", mask.layout, "mask.to_dense()")
     if mask.device != k.device:
         check.fail("attn_mask is on another device", k.device, mask.device)
     four = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask

@@ -53,7 +53,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap yet", "softcap = 0", "> 0", "drop it"),
         (
             training and not claims.backward,
-            "no-backward", "has no backward", "no input requires grad", _list(_wanted(facts)), "use torch.no_grad()",
+            "no-backward", "has no backward", "no input requires grad", _wanted(facts), "use torch.no_grad()",
         ),
         (
             facts.wanted.bias and not claims.dbias,
@@ -109,7 +109,7 @@ def fitting_pair(pair: OpPair, facts: Facts, call: str = "") -> tuple[Choice, ..
     """A pair handed in by the caller, judged by its own claims."""
     trace = ((pair.name, reasons_against(pair.claims, facts)),)
     if trace[0][1]:
-        raise refusal(pair.name, trace, [], call)
+        raise refusal(pair.name, trace, [b.name for b in REGISTRY if not reasons_for(b, facts)], call)
     return (Choice(pair.name, pair.name, edge(pair), trace),)
 
 
@@ -124,8 +124,8 @@ def refusal(
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
 
 
-def _wanted(facts: Facts) -> list[str]:
-    return [n for n, w in zip(("query", "key", "value", "mask"), facts.wanted, strict=True) if w]
+def _wanted(facts: Facts) -> str:
+    return ", ".join(n for n, w in zip(("query", "key", "value", "mask"), facts.wanted, strict=True) if w)
 
 
 def _list(items: object) -> str:

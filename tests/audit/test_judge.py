@@ -24,14 +24,10 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remo
 
 def exact(inputs: Inputs) -> Quantities:
     """The truth, rounded once to the dtypes a pair returns."""
-    bias = inputs.mask.bias
-    dtypes = (
-        inputs.q.dtype,
-        accumulate_dtype(inputs.q.dtype),
-        *(inputs.q.dtype,) * 3,
-        bias.dtype if bias is not None else None,
-    )
-    return Quantities(*(None if x is None else x.to(d) for x, d in zip(truth_of(inputs).values, dtypes, strict=True)))
+    values, dtype, bias = truth_of(inputs).values, inputs.q.dtype, inputs.mask.bias
+    out, dq, dk, dv = (x.to(dtype) for x in (values.out, values.dq, values.dk, values.dv))
+    dbias = None if bias is None else values.dbias.to(bias.dtype)
+    return Quantities(out, values.lse.to(accumulate_dtype(dtype)), dq, dk, dv, dbias)
 
 
 def failing(verdicts: list[Verdict]) -> list[str]:
@@ -119,12 +115,8 @@ def test_lse_of_rows_that_see_nothing_is_exactly_minus_infinity(wrong: float) ->
 def test_shape_dtype_and_absence_are_named() -> None:
     inputs = build(replace(case("float-hqk"), dtype=torch.bfloat16))
     right = exact(inputs)
-    wrong = right._replace(
-        out=right.out.float(),
-        lse=right.lse.unsqueeze(-1),
-        dq=None,
-        dk=right.dk[:, 1:],
-        dbias=right.dbias.sum(1, keepdim=True),
+    wrong = Quantities(
+        right.out.float(), right.lse.unsqueeze(-1), None, right.dk[:, 1:], right.dv, right.dbias.sum(1, keepdim=True)
     )
     found = {v.quantity: str(v) for v in judged(wrong, inputs)}
     assert found["out"] == "out   FAIL  is (2, 13, 3, 16) torch.float32, must be (2, 13, 3, 16) torch.bfloat16"

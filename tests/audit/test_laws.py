@@ -49,7 +49,7 @@ def steps(q, k, v, mask: Mask, options: Options):  # type: ignore[no-untyped-def
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     raw = options.scale * queries @ keys.mT
     seen, bias = visible(mask, raw.shape, raw.device), bias_of(mask, raw)
-    weights, lse = softmax(raw, bias, seen)
+    weights, lse = softmax(raw + bias, seen)
     return weights, lse, values, queries, keys, (raw + bias).masked_fill(~seen, -torch.inf)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -59,7 +59,7 @@ def parameters(subject: Subject) -> object:
 EVERY_SUBJECT = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
 
 
-@lru_cache(maxsize=None)
+@cache
 def cases_for(
     subject: Subject, dtypes: tuple[torch.dtype, ...] = DTYPES, *, in_parts: bool = False
 ) -> tuple[Case, ...]:
@@ -84,7 +84,7 @@ def inputs_for(pair: OpPair, case: Case, device: str = "cpu") -> Inputs:
     return build(case, device, dbias=pair.claims.dbias)
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(case: Case, device: str) -> Reference:
     inputs = build(case, device)
     return Reference(truth_of(inputs), yardstick(inputs))

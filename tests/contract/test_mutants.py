@@ -1,4 +1,4 @@
-"""The judgement is worth what it finds: each historical fault and each mutant fails, on every pair and in every dtype."""
+"""The judgement is worth what it finds: each fault of the past and each mutant fails, on every pair, in every dtype."""
 
 from __future__ import annotations
 

@@ -46,18 +46,17 @@ def noise(truth: Truth, inputs: Inputs) -> Quantities:
     scaled2 = inputs.options.scale**2 * grad_error2 * truth.slope**2
     squares = Quantities(
         out=(drawn_error2 @ v2).transpose(1, 2),
-        lse=_lse(truth, lse, score_error, u32) if dtype in (torch.float32, torch.float64) else None,
         dq=(scaled2 @ k2).transpose(1, 2),
         dk=sum_groups(scaled2.mT @ q2, kv_heads).transpose(1, 2),
         dv=sum_groups(drawn_error2.mT @ g2, kv_heads).transpose(1, 2),
         dbias=_dbias(truth, grad_error2, inputs),
     )
-    return Quantities(*(None if x is None else x.sqrt() for x in squares))
-
-
-def _lse(truth: Truth, lse: Tensor, score_error: Tensor, u32: float) -> Tensor:
-    squares = ((truth.weights * score_error) ** 2).sum(-1) + (u32 * lse) ** 2
-    return squares.masked_fill(lse == -torch.inf, 0.0)  # those rows are compared as they are, not by distance
+    found = Quantities(*(None if x is None else x.sqrt() for x in squares))
+    if dtype not in (torch.float32, torch.float64):
+        return found
+    of_scores = (weights * score_error).norm(dim=-1)
+    rows = torch.hypot(of_scores, u32 * lse.abs())  # no square of 1e308
+    return found._replace(lse=rows.masked_fill(lse == -torch.inf, 0.0))  # those are compared as they are
 
 
 def _dbias(truth: Truth, grad_error2: Tensor, inputs: Inputs) -> Tensor | None:

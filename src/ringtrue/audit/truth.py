@@ -68,7 +68,7 @@ def truth(
     raw = scale * (queries @ keys.mT)
     capped = softcap * torch.tanh(raw / softcap) if softcap else raw
     slope = 1 - (capped / softcap) ** 2 if softcap else torch.ones_like(raw)
-    weights, lse = softmax(capped, bias_of(mask, raw), visible(mask, raw.shape, raw.device))
+    weights, lse = softmax(capped + bias_of(mask, raw), visible(mask, raw.shape, raw.device))
     drawn = torch.ones_like(weights) if dropout is None else dropout.double()
 
     out = (weights * drawn) @ values
@@ -123,21 +123,16 @@ def bias_of(mask: Mask, like: Tensor) -> Tensor:
     return total
 
 
-def softmax(scores: Tensor, bias: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (B, H, Sq, Sk) and lse (B, H, Sq) of the scores that are seen; a row that sees nothing: 0 and -inf.
-
-    The largest bias of a row is taken out before scores are added (weights do not change by it), because beside a huge
-    one, such as float32's lowest, even float64 would round the scores away.
-    """
+def softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, Sq, Sk) and lse (B, H, Sq) of the scores that are seen; a row that sees nothing: 0 and -inf."""
     if scores.shape[-1] == 0:  # no maximum of nothing
         return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     live = seen.any(-1, keepdim=True)
-    level = bias.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).masked_fill(~live, 0.0)
-    scores = (scores + (bias - level)).masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~seen, -torch.inf)
     top = scores.amax(-1, keepdim=True).masked_fill(~live, 0.0)
     powers = torch.exp(scores - top)
     total = powers.sum(-1, keepdim=True)
-    lse = (total.log() + top + level).masked_fill(~live, -torch.inf)
+    lse = (top + total.log()).masked_fill(~live, -torch.inf)
     return powers / total.masked_fill(~live, 1.0), lse.squeeze(-1)
 
 
