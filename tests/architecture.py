@@ -10,7 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "ringtrue"
-CORE = frozenset({"api", "autograd", "backends", "call", "contract", "edge", "errors", "faults", "level", "masks", "merge"})
+CORE = frozenset(
+    {"api", "autograd", "backends", "call", "checks", "contract", "edge", "errors", "faults", "level", "masks", "merge"}
+)
 CORE |= {"parallel", "scope", "select"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
@@ -18,7 +20,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "": CORE | {"integrations"},
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
-    "call": frozenset({"contract", "errors", "masks"}),
+    "call": frozenset({"checks", "contract", "masks"}),
+    "checks": frozenset({"errors", "masks"}),
     "contract": frozenset(),
     "edge": frozenset({"contract", "errors", "level", "masks", "merge"}),
     "errors": frozenset(),

@@ -27,10 +27,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = tuple(backend_of(b) if isinstance(b, OpPair) else b for b in backends)
         for module in (select, api):
             monkeypatch.setattr(module, "REGISTRY", found)
-        select.fitting.cache_clear()
+        select.survey.cache_clear()
 
     yield registry
-    select.fitting.cache_clear()
+    select.survey.cache_clear()
 
 
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {

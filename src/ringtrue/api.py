@@ -13,6 +13,7 @@ from torch import Tensor
 from . import autograd, scope, select
 from . import call as calls
 from .backends import REGISTRY
+from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
 from .edge import edge, widened
 from .errors import ArgumentError, UnsupportedError, message
@@ -83,14 +84,14 @@ def attention(
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
     """What the call runs under: a context or a declared call of one, or None for this device alone."""
     if parallel is None:
-        return scope.current_context(calls.describe(q, k, v))  # type: ignore[return-value]
+        return scope.current_context(Described(q, k, v))  # type: ignore[return-value]
     if parallel is False:
         return None
     if not hasattr(parallel, "refusing_together"):
         raise ArgumentError(
             message(
                 "parallel is not a context",
-                call=calls.describe(q, k, v),
+                call=Described(q, k, v),
                 limit="a ContextParallel, cp.call(...), False for this device alone, None for the scope's",
                 value=repr(parallel),
             )
@@ -118,7 +119,7 @@ def _prepare(
 def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
     """The backend of a call: the one passed, else the scope's, else RINGTRUE_BACKEND, else "auto"."""
     if backend is None:
-        backend = scope.current_backend(calls.describe(q, k, v)) or select.DEFAULT
+        backend = scope.current_backend(Described(q, k, v)) or select.DEFAULT
     return backend if isinstance(backend, OpPair) else select.known(backend)
 
 
@@ -204,6 +205,6 @@ def explain(
     reasons = {b.name: select.reasons_for(b, call.facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, call.facts)
-        return Explanation(call.text, None if against else asked.name, {**reasons, asked.name: against})
+        return Explanation(str(call.text), None if against else asked.name, {**reasons, asked.name: against})
     fits = select.among(asked, call.facts, reasons)
-    return Explanation(call.text, fits[0].name if fits else None, reasons)
+    return Explanation(str(call.text), fits[0].name if fits else None, reasons)

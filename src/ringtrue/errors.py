@@ -50,7 +50,7 @@ class CommunicationError(ParallelError):
     """A peer did not take part in time, or sent something of another size."""
 
 
-def message(problem: str, *, call: str = "", limit: object = "", value: object = "", remedy: str = "") -> str:
+def message(problem: str, *, call: object = "", limit: object = "", value: object = "", remedy: str = "") -> str:
     """One error text: what is wrong, then the call, the limit, the value seen and what to do instead."""
     lines = [problem]
     for label, text in (("call", call), ("limit", limit), ("value", value), ("remedy", remedy)):

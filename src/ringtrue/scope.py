@@ -39,7 +39,7 @@ def leave_context() -> None:
     _contexts.set(_contexts.get()[:-1])
 
 
-def current_backend(call: str = "") -> str | OpPair | None:
+def current_backend(call: object = "") -> str | OpPair | None:
     """The backend in scope, or None. ScopeError in a recompute that may have lost its scope."""
     found = _backend.get()
     if found is None:
@@ -47,7 +47,7 @@ def current_backend(call: str = "") -> str | OpPair | None:
     return found
 
 
-def current_context(call: str = "") -> object | None:
+def current_context(call: object = "") -> object | None:
     """The context in scope, or None. ScopeError in a recompute that may have lost its scope."""
     stack = _contexts.get()
     if not stack:
@@ -56,7 +56,7 @@ def current_context(call: str = "") -> object | None:
     return stack[-1]
 
 
-def _refuse_recompute(kind: str, remedy: str, call: str) -> None:
+def _refuse_recompute(kind: str, remedy: str, call: object) -> None:
     """Activation checkpointing recomputes after the scope was left, on CUDA in another thread: never silently."""
     if kind in _entered and torch._C._current_graph_task_id() >= 0:
         problem = f"attention was recomputed during backward outside its {kind} scope"

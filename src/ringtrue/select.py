@@ -87,14 +87,23 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
     return (*(() if missing is None else (missing,)), *reasons_against(pair.claims, facts))
 
 
-@lru_cache(maxsize=4096)
-def fitting(name: str, facts: Facts, call: str = "") -> tuple[Choice, ...]:
+Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
+
+
+def fitting(name: str, facts: Facts, call: object = "") -> tuple[Choice, ...]:
     """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
+    choices, trace = survey(name, facts)
+    if not choices:
+        raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
+    return choices
+
+
+@lru_cache(maxsize=4096)
+def survey(name: str, facts: Facts) -> tuple[tuple[Choice, ...], Trace]:
+    """What `fitting` finds, and every reason against every backend; the same for the same facts."""
     trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
     chosen = among(name, facts, dict(trace))
-    if not chosen:
-        raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
-    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen)
+    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen), trace
 
 
 def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:
@@ -105,7 +114,7 @@ def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) ->
     return tuple(fits)
 
 
-def fitting_pair(pair: OpPair, facts: Facts, call: str = "") -> tuple[Choice, ...]:
+def fitting_pair(pair: OpPair, facts: Facts, call: object = "") -> tuple[Choice, ...]:
     """A pair handed in by the caller, judged by its own claims."""
     trace = ((pair.name, reasons_against(pair.claims, facts)),)
     if trace[0][1]:
@@ -113,9 +122,7 @@ def fitting_pair(pair: OpPair, facts: Facts, call: str = "") -> tuple[Choice, ..
     return (Choice(pair.name, pair.name, edge(pair), trace),)
 
 
-def refusal(
-    name: str, trace: tuple[tuple[str, tuple[Reason, ...]], ...], others: list[str], call: str
-) -> UnsupportedError:
+def refusal(name: str, trace: Trace, others: list[str], call: object) -> UnsupportedError:
     """The error of a call that nothing, or not the backend asked for, can take: every reason, and who could."""
     asked = [(n, reasons) for n, reasons in trace if name in (AUTO, n)]
     lines = [f"{n}: {reason}" for n, reasons in asked for reason in reasons]

@@ -73,7 +73,7 @@ class Pool:
 
     def ready(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has started; `on_ready` is called once a worker. Raises WorkerError."""
-        self._collect({index: "start" for index in range(self.size)}, Ready, lambda name, value: on_ready())
+        self._collect(dict.fromkeys(range(self.size), "start"), Ready, lambda name, value: on_ready())
 
     def run(
         self, tasks: Sequence[Task], on_news: Callable[[str, Any], None] = lambda name, value: None

@@ -17,11 +17,11 @@ CONFIG = {
     "in_channels": 16,
     "num_layers": 2,
     "num_single_layers": 2,
-    "attention_head_dim": 32,
-    "num_attention_heads": 6,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
     "joint_attention_dim": 48,
     "pooled_projection_dim": 32,
-    "axes_dims_rope": (8, 12, 12),
+    "axes_dims_rope": (16, 24, 24),
 }
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 

@@ -1,0 +1,74 @@
+"""Queries whose every bias is huge and finite are ordinary queries, alone, across heads and across rings."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from draws import Draw, on_twin
+
+import ringtrue as rt
+from ringtrue import level
+from ringtrue.audit.inputs import Inputs
+from ringtrue.audit.judge import judged
+from ringtrue.contract import Mask, Options, Wanted
+
+LENGTHS = (4, 3, 5, 2)
+NAMES = [s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
+LOWEST = -3.3e38
+
+
+def problem(fill: float, kind: str, dtype: torch.dtype, degrees: tuple[int, int], causal: bool, backend: str) -> Draw:
+    """Two samples of 14 tokens; some queries, or all of a sample, lie wholly at `fill`."""
+    numbers, n = torch.Generator().manual_seed(1), sum(LENGTHS)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=numbers)
+
+    bias = normal(2, n) if kind == "key" else normal(2, 1, n, n)
+    bias[0, ..., 3:6, :] = fill
+    bias[1, ..., :4, :] = fill
+    if kind == "key":
+        bias = normal(2, n)
+        bias[0] = fill
+    mask = Mask(key_bias=bias.to(dtype)) if kind == "key" else Mask(dense=bias.to(dtype))
+    mask = Mask(mask.dense, None, mask.key_bias, 0 if causal else None)
+    q, k, v, grad_out = (normal(2, n, 4, 8).to(dtype) for _ in range(4))
+    inputs = Inputs(q, k, v, mask, Options(scale=8**-0.5, return_lse=True), grad_out, None, Wanted(True, True, True))
+    lengths = LENGTHS if degrees != (1, 1) else (n,)
+    return Draw(degrees, lengths, lengths, inputs, "top_left" if causal else None, backend)
+
+
+def failures(*args: object) -> list[str]:
+    made = problem(*args)  # type: ignore[arg-type]
+    return [str(v) for v in judged(on_twin(made), made.inputs) if not v.ok]
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("fill", [-1e5, -1e9, 1e9])
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 1), (1, 4), (2, 2)], ids=["alone", "ulysses", "ring", "both"])
+def test_huge_rows_are_ordinary_rows(backend: str, fill: float, degrees: tuple[int, int]) -> None:
+    for kind in ("dense", "key"):
+        for dtype, causal in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+            assert not failures(fill, kind, dtype, degrees, causal, backend)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 1)], ids=["alone", "ulysses"])
+def test_rows_at_the_lowest_number(backend: str, degrees: tuple[int, int]) -> None:
+    """The answer is the mean of the values, and its gradient; a ring cannot tell how many keys its steps had."""
+    for kind in ("dense", "key"):
+        for causal in (False, True):
+            assert not failures(LOWEST, kind, torch.float32, degrees, causal, backend)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("fill", [-1e9, LOWEST])
+def test_without_the_level_it_is_caught(backend: str, fill: float) -> None:
+    def untouched(mask: Mask, q_len: int, dtype: torch.dtype) -> level.Levels:
+        shape = (1, 1, 1)
+        return level.Levels(torch.zeros(shape, dtype=dtype), torch.ones(shape, dtype=dtype))
+
+    with patch.object(level, "row_levels", untouched):
+        assert failures(fill, "dense", torch.float32, (1, 1), False, backend)
