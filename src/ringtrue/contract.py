@@ -78,13 +78,15 @@ class Mask:
 
 @dataclass(frozen=True)
 class Options:
-    """What a kernel is told besides tensors; plain values, hashable. `extra` is backend_options as sorted pairs."""
+    """What a kernel is told besides tensors; plain values, hashable. `extra` is backend_options as sorted pairs;
+    `levelled` says that rows of the float mask at a huge level were moved already (level.py), once is enough."""
 
     scale: float
     dropout_p: float = 0.0
     softcap: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
+    levelled: bool = False
     extra: tuple[tuple[str, object], ...] = ()
 
 

@@ -28,8 +28,9 @@ def level(pair: OpPair) -> OpPair:
 
 
 def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
-    if not _applies(mask):
+    if mask.bias is None or options.levelled:
         return pair.forward(q, k, v, mask, rng, options)
+    options = replace(options, levelled=True)
     shift = row_levels(mask, q.shape[1], accumulate_dtype(q.dtype)).shift
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
     saved = (shift, result.lse, *result.saved)
@@ -51,8 +52,9 @@ def _backward(
     options: Options,
     wanted: Wanted,
 ) -> Grads:
-    if not _applies(mask):
+    if mask.bias is None or options.levelled:
         return pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
+    options = replace(options, levelled=True)
     shift, own, *inner = saved
     if lse is not None and lse.numel():
         # our own lse comes back as it was; one that came from more keys is moved
@@ -62,7 +64,7 @@ def _backward(
     moved = _moved(mask, shift)
     grads = pair.backward(grad_out, grad_lse, q, k, v, moved, out, lse, rng, tuple(inner), options, wanted)
     dbias = grads.dbias
-    return grads if dbias is None else grads._replace(dbias=dbias.to(mask.bias.dtype))  # type: ignore[union-attr]
+    return grads if dbias is None else grads._replace(dbias=dbias.to(mask.bias.dtype))
 
 
 class Levels(NamedTuple):
@@ -92,10 +94,6 @@ def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
     moves = (mover.abs() > HUGE) & (mover.abs() < FLAT)
     flat = (top.abs() >= FLAT) & top.isfinite() & (at_top > 0)
     return Levels(torch.where(moves, mover, 0.0), torch.where(flat, at_top, 1))
-
-
-def _applies(mask: Mask) -> bool:
-    return mask.bias is not None
 
 
 def _moved(mask: Mask, shift: Tensor) -> Mask:

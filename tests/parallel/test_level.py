@@ -26,13 +26,14 @@ def problem(fill: float, kind: str, dtype: torch.dtype, degrees: tuple[int, int]
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=numbers)
 
-    bias = normal(2, n) if kind == "key" else normal(2, 1, n, n)
-    bias[0, ..., 3:6, :] = fill
-    bias[1, ..., :4, :] = fill
     if kind == "key":
-        bias = normal(2, n)
-        bias[0] = fill
-    mask = Mask(key_bias=bias.to(dtype)) if kind == "key" else Mask(dense=bias.to(dtype))
+        keys = normal(2, n)
+        keys[0] = fill
+        mask = Mask(key_bias=keys.to(dtype))
+    else:
+        rows = normal(2, 1, n, n)
+        rows[0, :, 3:6] = rows[1, :, :4] = fill
+        mask = Mask(dense=rows.to(dtype))
     mask = Mask(mask.dense, None, mask.key_bias, 0 if causal else None)
     q, k, v, grad_out = (normal(2, n, 4, 8).to(dtype) for _ in range(4))
     inputs = Inputs(q, k, v, mask, Options(scale=8**-0.5, return_lse=True), grad_out, None, Wanted(True, True, True))
