@@ -2,7 +2,9 @@
 
 Seen on torch 2.13: causal is top-left for any Sq and Sk; a float mask is taken in float32 with 16-bit inputs; with
 float64 inputs a float32 mask is read as float64 (silently wrong), hence `bias_dtype="accumulate"`. No GQA and no bool
-mask.
+mask. Causal writes -inf before it scales (0 * -inf is NaN, -0.3 * -inf is +inf), hence `_positive`. The backward of
+16-bit inputs adds up dq over blocks of keys, dk and dv over blocks of queries, in 16 bits: errors grow with the root of
+the length, twice what is allowed at 65536 tokens, hence `_long`. A query of NaN may come back as 0 with lse 0.
 """
 
 from __future__ import annotations
@@ -52,15 +54,16 @@ def backward(
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
     q, scale, sign = _positive(q, options.scale)
+    dtype = torch.float32 if _long(q, k) else q.dtype
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
+        *(x.transpose(1, 2).to(dtype) for x in (grad_out, q, k, v, out)),
         lse,
         0.0,
         mask.causal is not None,
         attn_mask=mask.dense,
         scale=scale,
     )
-    dq, dk, dv = (x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True))
+    dq, dk, dv = (x.to(q.dtype).transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True))
     return Grads(dq if dq is None or sign == 1 else sign * dq, dk, dv)
 
 
@@ -68,6 +71,11 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     """q and scale with the scale's sign moved into q, so that the scale is positive; and that sign (-1, 0 or 1)."""
     sign = (scale > 0) - (scale < 0)
     return (q, scale, 1) if sign == 1 else (sign * q, abs(scale) or 1.0, sign)
+
+
+def _long(q: Tensor, k: Tensor) -> bool:
+    """Whether sums over 16-bit blocks would lose more than the inputs' own rounding does."""
+    return q.dtype in (torch.bfloat16, torch.float16) and (q.shape[1] > 1024 or k.shape[1] > 4096)
 
 
 def unavailable(device: str) -> Reason | None:

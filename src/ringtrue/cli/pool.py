@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from .worker import Died, Done, Failed, News, Order, Ready, serve
@@ -66,9 +65,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ready(self, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -80,7 +77,7 @@ class Pool:
     ) -> list[list[Any]]:
         """Each task's results in rank order. As many tasks run side by side as there are workers.
 
-        on_news(task name, value) is called for what a task's first rank reports. Raises WorkerError, and the pool is then
+        on_news(task name, value) is called for what a task's first rank reports. Raises WorkerError; the pool is then
         closed.
         """
         results: list[list[Any]] = []

@@ -70,8 +70,8 @@ def demo(
 
 def perform(settings: Settings, json: Path | None, console: Console) -> int:
     """Run, print, write -> exit code."""
-    planted = f", with a planted fault: {settings.plant}" if settings.plant else ""
-    report.say(console, f"ringtrue {rt.__version__}: does a real Flux train with true gradients?{planted}")
+    planted = f"with a planted fault, {settings.plant}" if settings.plant else "with the gradients of one process?"
+    report.say(console, f"ringtrue {rt.__version__} demo: a real Flux trains under context parallelism, {planted}")
     try:
         with Progress(console) as progress:
             found = run(settings, progress)

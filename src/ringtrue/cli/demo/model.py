@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from .settings import ENTROPY_LIMIT, Settings
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "in_channels": 16,
     "num_layers": 2,
     "num_single_layers": 2,
@@ -88,15 +89,15 @@ def make_model(settings: Settings) -> FluxTransformer2DModel:
 
 
 def sharpen(model: FluxTransformer2DModel, batch: Batch, dtype: torch.dtype) -> tuple[float, float]:
-    """Multiply the norms of queries and keys until attention is no longer close to uniform -> (entropy, factor).
+    """Multiply the norms of queries and keys until attention is far from uniform -> (entropy, factor).
 
-    The entropy is relative to that of uniform attention over the keys that a sample can see, measured in float64 with
-    the weights rounded to `dtype`, as they will be used. Nearly uniform attention would hide wrong gradients of q and k.
+    Nearly uniform attention would hide wrong gradients of q and k. The entropy is relative to that of uniform attention
+    over the keys that a sample can see, measured in float64 with the weights rounded to `dtype`, as they will be used.
     """
-    factor, eager = 1.0, Eager(exact=True)
+    factor, eager, cpu = 1.0, Eager(exact=True), torch.device("cpu")
     truth = empty_copy(torch.float64)
     truth.set_attn_processor(eager)
-    inputs = batch.to(torch.device("cpu"), dtype).to(torch.device("cpu"), torch.float64)
+    inputs = batch.to(cpu, dtype).to(cpu, torch.float64)
     norms = [w for name, w in model.named_parameters() if name.split(".")[-2] in NORMS]
     while True:
         truth.load_state_dict({name: w.to(dtype) for name, w in model.state_dict().items()})
@@ -136,7 +137,7 @@ class Eager:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import monotonic
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -32,9 +31,7 @@ class Progress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def begin(self, name: str, total: int) -> int:
@@ -56,6 +53,5 @@ class Progress:
 
     def _line(self, text: str) -> None:
         if not self.console.is_terminal:
-            self.console.print(
-                f"[{monotonic() - self.start:5.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
-            )
+            line = f"[{monotonic() - self.start:5.1f} s] {text}"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -20,18 +20,17 @@ def show(report: Report, console: Console) -> None:
         yardstick = f"the yardstick is plain eager attention in {report.settings.dtype}"
         say(console, Text(f"\nErrors against the float64 model at equal weights; {yardstick}", "bold"))
         console.print(error_table(report))
-        say(console, Text("Loss, and how far every mode is from one process", "bold"))
+        say(console, Text("\nLoss, and how far every mode is from one process", "bold"))
         console.print(loss_table(report))
+        console.print()
     for outcome in report.outcomes:
         style = "green" if outcome.within else "yellow" if outcome.run is None else "red"
         say(console, Text.assemble((outcome.mode.name, f"bold {style}"), ": ", verdict(outcome)))
     if report.settings.plant is not None:
         say(console, Text.assemble((f"planted: {report.settings.plant}", "bold yellow"), ". ", plant_line(report)))
     style = "green" if report.exit_code == 0 else "red" if report.exit_code == 1 else "yellow"
-    say(
-        console,
-        Text.assemble((conclusion(report), f"bold {style}"), f" ({report.seconds:.0f} s, exit {report.exit_code})"),
-    )
+    end = f" ({report.seconds:.0f} s, exit {report.exit_code})"
+    say(console, Text.assemble("\n", (conclusion(report), f"bold {style}"), end))
 
 
 def headline(report: Report) -> str:
@@ -49,17 +48,14 @@ def headline(report: Report) -> str:
 
 def error_table(report: Report) -> Table:
     """One row a run: errors at step 0 against the float64 model, and the worst loss difference."""
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("\nrun", no_wrap=True)
-    for name in ("forward\nerror", "worst\ngradient", "times the\nyardstick", "worst loss\ndifference", "\nseconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("\nrun", "forward\nerror", "worst\ngradient", "times the\nyardstick", "loss\noff by", "time\n(s)")
+    table.columns[0].justify = "left"
     eager, single = (report.references[name] for name in ("eager", "single"))
     table.add_row("one process, eager", *_numbers(eager), "yardstick", "", f"{eager.seconds:.1f}", style="dim")
     backend = report.problem["backend"]
     against = ratio(single.errors.gradient, eager.errors.gradient)
-    table.add_row(
-        f"one process, {backend}", *_numbers(single), times(against), "", f"{single.seconds:.1f}", style="dim"
-    )
+    cells = (f"one process, {backend}", *_numbers(single), times(against), "", f"{single.seconds:.1f}")
+    table.add_row(*cells, style="dim")
     for outcome in report.outcomes:
         if outcome.run is None:
             table.add_row(outcome.mode.name, "not run", style="yellow")
@@ -72,24 +68,30 @@ def error_table(report: Report) -> Table:
 
 def loss_table(report: Report) -> Table:
     """One row a step: the loss of one process, what a mode may differ by, and what it does."""
-    table = Table(box=SIMPLE_HEAD)
     ran = [outcome for outcome in report.outcomes if outcome.run is not None]
-    for name in ("step", "float64", report.problem["backend"], "allowed", *(outcome.mode.name for outcome in ran)):
-        table.add_column(name, justify="right", no_wrap=True)
+    modes = (outcome.mode.name for outcome in ran)
+    table = _table("step", "float64", report.problem["backend"], "allowed", *modes)
     truth, single = (report.references[name].losses[0] for name in ("float64", "single"))
     for step, (exact, alone) in enumerate(zip(truth, single, strict=True)):
-        cells = []
+        offs = []
         for outcome in ran:
             off, allowed = outcome.loss_off[step], outcome.loss_allowed[step]
-            cells.append(Text(number(off), style="" if off <= allowed else "bold red"))
+            offs.append(Text(number(off), style="" if off <= allowed else "bold red"))
         limit = number(ran[0].loss_allowed[step]) if ran else ""
-        table.add_row(str(step), f"{exact:.6f}", f"{alone:.6f}", limit, *cells)
+        table.add_row(str(step), f"{exact:.6f}", f"{alone:.6f}", limit, *offs)
     return table
 
 
 def say(console: Console, text: str | Text) -> None:
     """A paragraph: wrapped on a terminal, one line elsewhere."""
     console.print(text, soft_wrap=not console.is_terminal, highlight=False, markup=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _numbers(run: Run) -> tuple[str, str]:

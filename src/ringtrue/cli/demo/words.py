@@ -14,8 +14,8 @@ HISTORY = {
         "A boolean mask went into the slot for additive masks and was added as 0 and 1, so that padding is attended to."
     ),
     "lse-missing": (
-        "The log-sum-exp was computed only if the caller asked for it; under Ulysses nobody asks, and backward read memory "
-        "that nobody had written (zeros stand in for it here)."
+        "The log-sum-exp was computed only if the caller asked for it; under Ulysses nobody asks, and backward read "
+        "memory that nobody had written (zeros stand in for it here)."
     ),
     "stale-kv": "At every step of the ring, backward read the keys and values that its first step had left behind.",
 }
@@ -64,13 +64,15 @@ def plant_line(report: Report) -> str:
 def conclusion(report: Report) -> str:
     """The last line, which says what the exit code says."""
     ran = [outcome for outcome in report.outcomes if outcome.run is not None]
+    good = [outcome.mode.name for outcome in ran if outcome.within]
     bad = [outcome.mode.name for outcome in ran if not outcome.within]
     missing = [outcome.mode.name for outcome in report.outcomes if outcome.run is None]
     planted = report.settings.plant is not None
     if report.exit_code == WITHIN:
         if planted:
             return "The fault went unnoticed: every number is within bounds."
-        return f"All {len(ran)} modes train this Flux with the gradients of one process."
+        names = " and ".join(filter(None, [", ".join(good[:-1]), good[-1]]))
+        return f"{names} train{'s' if len(good) == 1 else ''} this Flux with the gradients of one process."
     if report.exit_code == OUTSIDE:
         cause = f" The planted fault ({report.settings.plant}) did this." if planted else ""
         return f"{', '.join(bad)}: the numbers are out of bounds.{cause}"
@@ -81,8 +83,10 @@ def conclusion(report: Report) -> str:
 
 
 def number(value: float) -> str:
-    """Two digits; 0 is 0."""
-    return "0" if value == 0 else f"{value:.1e}"
+    """Two or three digits: 0, 1.3e-06, 0.05, 19.79."""
+    if value == 0:
+        return "0"
+    return f"{value:.2f}" if 0.01 <= value < 1000 else f"{value:.1e}"
 
 
 def times(ratio: float) -> str:
