@@ -1,0 +1,119 @@
+"""Run what needs GPUs and write it down: `python docs/verified/verify.py NAME` makes NAME.json and NAME.md beside it.
+
+Runs the tests marked gpu and multi_gpu, then the demo on CUDA in float32 and bfloat16 under every mode that the GPUs
+here allow, and keeps the numbers, the versions and the commit they belong to (`--commit` where git is not there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as xml
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def versions(commit: str) -> dict[str, str]:
+    """What the numbers belong to."""
+    gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return {
+        "commit": commit,
+        "gpus": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": sys.version.split()[0],
+    }
+
+
+def tests(folder: str) -> dict[str, Any]:
+    """The tests that need GPUs, per file: passed, skipped, failed."""
+    report = f"{folder}/tests.xml"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu or multi_gpu",
+        f"--junitxml={report}",
+        "-p",
+        "no:cacheprovider",
+    ]
+    code = subprocess.run([*command, "tests"], check=False).returncode
+    files: dict[str, Counter[str]] = {}
+    for case in xml.parse(report).iter("testcase"):
+        state = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        files.setdefault(case.get("classname", "").replace(".", "/") + ".py", Counter())[state] += 1
+    return {"exit_code": code, "files": {name: dict(count) for name, count in sorted(files.items())}}
+
+
+def demo(folder: str, dtype: str, modes: str) -> dict[str, Any]:
+    """`ringtrue demo` on CUDA."""
+    path = Path(folder) / f"{dtype}.json"
+    command = [sys.executable, "-m", "ringtrue.cli", "demo", "--device", "cuda", "--dtype", dtype, "--modes", modes]
+    subprocess.run([*command, "--json", str(path)], check=False)
+    return json.loads(path.read_text("utf-8")) if path.exists() else {"exit_code": "no report"}
+
+
+def page(name: str, found: dict[str, Any]) -> str:
+    """The readable half."""
+    lines = [f"# {name}", "", "`python docs/verified/verify.py " + name + "`", ""]
+    lines += [f"- {key}: {value}" for key, value in found["versions"].items()]
+    lines += ["", "| tests | passed | skipped | failed |", "| -- | -- | -- | -- |"]
+    for file, count in found["tests"]["files"].items():
+        failed = count.get("failure", 0) + count.get("error", 0)
+        lines.append(f"| {file} | {count.get('passed', 0)} | {count.get('skipped', 0)} | {failed} |")
+    lines += ["", "The demo on CUDA, worst relative parameter gradient error against the float64 model:", ""]
+    lines += [
+        "| dtype | run | gradient error | x yardstick | forward error | loss off by | within |",
+        "| -- " * 7 + "|",
+    ]
+    for dtype, report in found["demo"].items():
+        for kind, run in report.get("one_process", {}).items():
+            lines.append(
+                f"| {dtype} | one process, {kind} | {_number(run, 'gradient_error')} | | {_number(run, 'forward_error')} | | |"
+            )
+        for mode, run in report.get("modes", {}).items():
+            if run["ran"]:
+                off = max(map(float, run["loss_differences"]))
+                lines.append(
+                    f"| {dtype} | {mode} | {_number(run, 'gradient_error')} | {float(run['times_yardstick']):.2f} | "
+                    f"{_number(run, 'forward_error')} | {off:.1e} | {'yes' if run['within'] else 'NO'} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def _number(run: dict[str, Any], key: str) -> str:
+    return f"{float(run[key]):.2e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, default=HERE)
+    options = parser.parse_args()
+    commit = options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+    modes = "ulysses2,ring2" + (",2x2" if torch.cuda.device_count() >= 4 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"versions": versions(commit), "demo": {}}
+        found["demo"] = {dtype: demo(folder, dtype, modes) for dtype in ("float32", "bfloat16")}
+        found["tests"] = tests(folder)
+    (options.out / f"{options.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    (options.out / f"{options.name}.md").write_text(page(options.name, found), "utf-8")
+    print(page(options.name, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
