@@ -11,10 +11,10 @@ import json
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as xml
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -51,7 +51,7 @@ def tests(folder: str) -> dict[str, Any]:
     ]
     code = subprocess.run([*command, "tests"], check=False).returncode
     files: dict[str, Counter[str]] = {}
-    for case in xml.parse(report).iter("testcase"):
+    for case in ElementTree.parse(report).iter("testcase"):
         state = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         files.setdefault(case.get("classname", "").replace(".", "/") + ".py", Counter())[state] += 1
     return {"exit_code": code, "files": {name: dict(count) for name, count in sorted(files.items())}}
@@ -80,9 +80,8 @@ def page(name: str, found: dict[str, Any]) -> str:
     ]
     for dtype, report in found["demo"].items():
         for kind, run in report.get("one_process", {}).items():
-            lines.append(
-                f"| {dtype} | one process, {kind} | {_number(run, 'gradient_error')} | | {_number(run, 'forward_error')} | | |"
-            )
+            errors = f"{_number(run, 'gradient_error')} | | {_number(run, 'forward_error')}"
+            lines.append(f"| {dtype} | one process, {kind} | {errors} | | |")
         for mode, run in report.get("modes", {}).items():
             if run["ran"]:
                 off = max(map(float, run["loss_differences"]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from . import autograd, scope, select
@@ -17,16 +18,17 @@ from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
 from .edge import edge, widened
 from .errors import ArgumentError, UnsupportedError, message
+from .masks import MaskPart
 
 if TYPE_CHECKING:
     from .parallel.context import ContextParallel, DeclaredCall
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: object = None,
+    query: Float[Tensor, "B Sq H D"],
+    key: Float[Tensor, "B Sk Hk D"],
+    value: Float[Tensor, "B Sk Hk Dv"],
+    attn_mask: MaskPart | Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -38,7 +40,7 @@ def attention(
     deterministic: bool | None = None,
     parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
     backend_options: dict[str, object] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Float[Tensor, "B Sq H Dv"] | tuple[Float[Tensor, "B Sq H Dv"], Float[Tensor, "B H Sq"]]:
     """Scaled dot-product attention with true gradients, on one device or across the ranks of a context.
 
     query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv), any strides; float64, float32, bfloat16 or float16,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from .contract import accumulate_dtype
 
+Out: TypeAlias = Float[Tensor, "B Sq H Dv"]
+Lse: TypeAlias = Float[Tensor, "B H Sq"]
 
-def merge(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the part (out (B, Sq, H, Dv), lse (B, H, Sq)) to a running total of the same shapes, or start one.
+
+def merge(total: tuple[Out, Lse] | None, out: Out, lse: Lse) -> tuple[Out, Lse]:
+    """Add one part to a running total, or start one.
 
     Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135). A part
     whose lse is -inf saw nothing and weighs 0; where all parts are -inf, out stays 0 and lse -inf.
