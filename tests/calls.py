@@ -35,6 +35,15 @@ EVERYTHING = Claims(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For every file that imports it: threads that wait for each other over tiny tensors cost several times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def claims_of(backend: str) -> Claims:
     """What a backend of this machine claims on the CPU, without its edge."""
     return next(b for b in HERE if b.name == backend).pairs["cpu"].claims

@@ -27,6 +27,7 @@ from calls import (
     unreachable,
     widest,
 )
+from calls import one_thread as one_thread
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import OpPair
 
@@ -148,12 +149,12 @@ def test_the_pair_is_handed_the_users_memory(layout: str) -> None:
 
 @EVERY_BACKEND
 def test_large_numbers(backend: str) -> None:
-    """Scores of 10^5, beyond float16 (BR-38): finite and right. NaN stays NaN, in its own sample alone."""
+    """Scores of 10^5, beyond float16 (BR-38): finite and right. A NaN is passed on, in its own sample alone."""
     for dtype in claims_of(backend).dtypes:
         q, k, v = (x * y for x, y in zip(qkv(dtype=dtype, dim=64), (60, 60, 1), strict=True))
         out = rt.attention(q, k, v, backend=backend)
         assert_close(out, eager(q.double(), k.double(), v.double())[0])
-        q[0] = math.nan
+        k[0, 2] = math.nan
         out = rt.attention(q, k, v, backend=backend)
         assert out[0].isnan().all()
         assert out[1].isfinite().all()
@@ -223,7 +224,7 @@ def test_autocast_is_refused_and_can_be_left_for_the_call() -> None:
             assert rt.attention(q, k, v).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore")  # what Dynamo says about code that it steps into after the break
 def test_a_compiled_caller_breaks_there_or_is_refused() -> None:
     tensors = qkv(grad=True)
     expected = rt.attention(*tensors)
@@ -233,7 +234,7 @@ def test_a_compiled_caller_breaks_there_or_is_refused() -> None:
     for a, b in zip(*(torch.autograd.grad(x, tensors, like(x)) for x in (out, expected)), strict=True):
         assert torch.equal(a, b)
     whole = torch.compile(lambda *x: rt.attention(*x, backend=unreachable()) * 1, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="torch.compile of attention is not supported yet"):
+    with pytest.raises(Exception, match=r"torch\.compile of attention is not supported yet"):
         whole(*tensors)
 
 

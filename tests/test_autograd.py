@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ringtrue as rt
 from calls import EVERY_BACKEND, HERE, assert_close, eager, like, qkv, refused, widest
+from calls import one_thread as one_thread
 from ringtrue.autograd import run
 from ringtrue.contract import ForwardOut, Mask, Options, Wanted
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ringtrue as rt
 from calls import EVERY_BACKEND, HERE, assert_close, claims_of, eager, like, qkv, refused
+from calls import one_thread as one_thread
 
 GIVES_LSE = [b.name for b in HERE if b.pairs["cpu"].claims.dlse]
 GIVES_BIAS = [b.name for b in HERE if b.pairs["cpu"].claims.dbias]

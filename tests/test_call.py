@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ringtrue as rt
+from calls import one_thread as one_thread
 from calls import qkv
 from ringtrue.call import Call, normalise
 

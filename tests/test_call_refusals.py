@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ringtrue as rt
+from calls import one_thread as one_thread
 from calls import qkv, refused, unreachable
 from ringtrue.call import normalise
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ringtrue as rt
 from calls import EVERYTHING, HERE, assert_close, eager, like, qkv, unreachable
+from calls import one_thread as one_thread
 from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
 from ringtrue.edge import edge, widened
 from ringtrue.masks import allowed

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ringtrue as rt
 from calls import assert_close, eager, qkv, refused
+from calls import one_thread as one_thread
 from ringtrue.contract import Mask
 from ringtrue.masks import MaskSet, allowed, dense_bias, live_rows, parts_of
 

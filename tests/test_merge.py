@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from calls import assert_close, eager, qkv
+from calls import one_thread as one_thread
 from ringtrue.merge import merge
 
 

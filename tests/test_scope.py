@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringtrue as rt
 from calls import HERE, assert_close, eager, like, qkv, refused
+from calls import one_thread as one_thread
 from ringtrue import scope
 from ringtrue.contract import OpPair
 

@@ -11,6 +11,7 @@ import torch
 
 import ringtrue as rt
 from calls import EVERYTHING, HERE, backend_of, qkv, refused, unreachable
+from calls import one_thread as one_thread
 from ringtrue import api, select
 from ringtrue.contract import Backend, Facts, OpPair, Reason, Wanted
 

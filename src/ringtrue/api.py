@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -106,7 +106,7 @@ def _prepare(
     k: Tensor,
     v: Tensor,
     backend: str | OpPair | None,
-    arguments: dict[str, object],
+    arguments: Mapping[str, object],
     context: ContextParallel | DeclaredCall | None = None,
 ) -> tuple[calls.Call, tuple[Choice, ...]]:
     """The validated call, and the backends that can take it as its plan needs them, best first."""

@@ -40,8 +40,8 @@ class Passed:
     backend  what was bound, or else in scope, when the forward began
     """
 
-    given: object
-    keys: object
+    given: Any
+    keys: Any
     call: Any
     backend: str | rt.OpPair
 
@@ -87,7 +87,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: object = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
