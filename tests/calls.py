@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ EVERYTHING = Claims(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For every file that imports it: threads that wait for each other over tiny tensors cost several times the work."""
+    """For every file that imports it: with tiny tensors, threads cost more in waiting than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -123,6 +124,21 @@ def reached(*_: object, **__: object) -> Any:
 def unreachable(name: str = "unreachable", **claims: object) -> OpPair:
     """A pair that claims everything but what is given, and fails the test when it is run."""
     return OpPair(name, reached, reached, Claims(**{**vars(EVERYTHING), **claims}))  # type: ignore[arg-type]
+
+
+def recorder(name: str, ran: list[str]) -> OpPair:
+    """A right pair that writes down when it runs."""
+    pair = HERE[0].pairs["cpu"]
+
+    def forward(*args: Any) -> Any:
+        ran.append(f"{name} forward")
+        return pair.forward(*args)
+
+    def backward(*args: Any) -> Any:
+        ran.append(f"{name} backward")
+        return pair.backward(*args)
+
+    return replace(pair, name=name, forward=forward, backward=backward)
 
 
 def backend_of(pair: OpPair) -> Backend:

@@ -175,7 +175,12 @@ def test_backends_lists_the_registry_with_claims_and_reasons() -> None:
     for support in rt.backends():
         assert support.summary
         assert support.claims == rt.op_pair(support.name, support.device).claims
-        assert (support.unavailable is None) == (support.device == "cpu" or torch.cuda.is_available())
+        backend = next(b for b in REGISTRY if b.name == support.name)
+        if support.device == "cuda" and not torch.cuda.is_available():
+            assert support.unavailable is not None
+            assert support.unavailable.code == "device"
+        else:
+            assert support.unavailable == backend.unavailable(support.device)
 
 
 def test_op_pair() -> None:

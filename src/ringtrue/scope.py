@@ -25,7 +25,8 @@ def backend_scope(backend: str | OpPair) -> Iterator[None]:
     try:
         yield
     finally:
-        _backend.reset(token)
+        with contextlib.suppress(ValueError):  # a generator that is closed in another context: nothing was set there
+            _backend.reset(token)
 
 
 def enter_context(context: object) -> None:
