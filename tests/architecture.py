@@ -11,7 +11,21 @@ from pathlib import Path
 
 PACKAGE = "ringtrue"
 CORE = frozenset(
-    {"api", "autograd", "backends", "call", "checks", "contract", "edge", "errors", "faults", "level", "masks", "merge"}
+    {
+        "api",
+        "autograd",
+        "backends",
+        "call",
+        "checks",
+        "contract",
+        "edge",
+        "errors",
+        "faults",
+        "kept",
+        "level",
+        "masks",
+        "merge",
+    }
 )
 CORE |= {"parallel", "scope", "select"}
 
@@ -23,9 +37,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "call": frozenset({"checks", "contract", "masks"}),
     "checks": frozenset({"errors", "masks"}),
     "contract": frozenset(),
-    "edge": frozenset({"contract", "errors", "level", "masks", "merge"}),
+    "edge": frozenset({"contract", "errors", "kept", "level", "masks", "merge"}),
     "errors": frozenset(),
     "faults": frozenset({"contract", "errors", "masks"}),
+    "kept": frozenset(),
     "level": frozenset({"contract"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),

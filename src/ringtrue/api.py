@@ -199,11 +199,17 @@ class Explanation:
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, *, backend: str | OpPair | None = None, **arguments: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: MaskPart | Tensor | None = None,
+    *,
+    backend: str | OpPair | None = None,
+    **arguments: object,
 ) -> Explanation:
     """What `attention` with the same arguments would choose on this device, and why not the others; runs nothing."""
     asked = _asked(backend, query, key, value)
-    call = calls.normalise(query, key, value, **arguments)  # type: ignore[arg-type]
+    call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments)  # type: ignore[arg-type]
     reasons = {b.name: select.reasons_for(b, call.facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, call.facts)

@@ -38,11 +38,12 @@ class _Bridge(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         result = pair.forward(q, k, v, mask, None, options)
         ctx.pair, ctx.options, ctx.causal, ctx.rng = pair, options, mask.causal, result.rng
-        inputs = (q, k, v, result.out, result.lse) if pair.reads_inputs else (None,) * 5
+        out, lse = result.out.data, result.lse.data  # a kernel's transposed view must not forbid in-place use of out
+        inputs = (q, k, v, out, lse) if pair.reads_inputs else (None,) * 5
         ctx.save_for_backward(*inputs, mask.dense, mask.key_keep, mask.key_bias, *result.saved)
         ctx.set_materialize_grads(False)
         ctx.out_like = result.out.new_empty(0).expand(0), result.out.shape
-        return result.out, result.lse
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from . import kept
 from .contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from .level import level
 from .masks import dense_bias, live_rows
@@ -36,12 +37,12 @@ def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: obj
     if _whole(blocks, q, k):
         return _forward_block(pair, q, k, v, mask, rng, options)
     out, lse = _nothing(q, v, accumulate_dtype(q.dtype))
-    saved: tuple[Tensor, ...] = ()
+    saved = []
     for rows, cols in blocks:
         part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols), rng, options)
         out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse)
-        saved += part.saved
-    return ForwardOut(out.to(q.dtype), lse, None, saved)
+        saved.append(part.saved)
+    return ForwardOut(out.to(q.dtype), lse, None, kept.join(saved))
 
 
 def _backward(
@@ -72,13 +73,11 @@ def _backward(
     ]
     bias = mask.bias if wanted.bias else None
     d_bias = None if bias is None else torch.zeros(bias.shape, dtype=accumulate_dtype(bias.dtype), device=bias.device)
-    per_block = len(saved) // max(len(blocks), 1)
-    for i, (rows, cols) in enumerate(blocks):
-        kept = saved[i * per_block : (i + 1) * per_block]
+    for (rows, cols), own in zip(blocks, kept.part(saved, len(blocks)), strict=True):
         part = _backward_block(
             pair, grad_out[:, rows], None if grad_lse is None else grad_lse[:, :, rows],
             q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols),
-            out[:, rows], lse[:, :, rows], rng, kept, options, wanted,
+            out[:, rows], lse[:, :, rows], rng, own, options, wanted,
         )  # fmt: skip
         for total, grad, where in zip(sums, part[:3], (rows, cols, cols), strict=True):
             if total is not None and grad is not None:

@@ -17,16 +17,13 @@ Lse: TypeAlias = Float[Tensor, "B H Sq"]
 def merge(total: tuple[Out, Lse] | None, out: Out, lse: Lse) -> tuple[Out, Lse]:
     """Add one part to a running total, or start one.
 
-    Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135). A part
-    whose lse is -inf saw nothing and weighs 0; where all parts are -inf, out stays 0 and lse -inf.
+    Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135), written so
+    that both weights sum to 1. A part whose lse is -inf saw nothing and weighs 0; where all are -inf, out stays 0.
     """
     out = out.to(accumulate_dtype(out.dtype))
     if total is None:
         return out, lse
     old_out, old_lse = total
-    new_lse = torch.logaddexp(old_lse, lse)
-    # -inf - -inf would be NaN: rows that saw nothing so far take 0 as pivot, and both weights become exp(-inf) = 0
-    pivot = new_lse.masked_fill(new_lse == float("-inf"), 0.0)
-    old_weight = (old_lse - pivot).exp().transpose(1, 2).unsqueeze(-1)
-    weight = (lse - pivot).exp().transpose(1, 2).unsqueeze(-1)
-    return old_out * old_weight + out * weight, new_lse
+    # the part's share, 1 / (1 + exp(old - new)); NaN is -inf - -inf: neither saw anything
+    share = torch.sigmoid(lse - old_lse).nan_to_num(0.0).transpose(1, 2).unsqueeze(-1)
+    return torch.lerp(old_out, out, share), torch.logaddexp(old_lse, lse)

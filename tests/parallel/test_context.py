@@ -217,3 +217,14 @@ def test_size_one_is_the_plain_call() -> None:
     problem = Draw((1, 1), (x.q.shape[1],), (x.k.shape[1],), x, None if x.mask.causal is None else "top_left")
     cp_result = play(None, problem)
     assert all(torch.equal(a, b) for a, b in zip(cp_result, on_twin(problem)[:5], strict=True))
+
+
+def test_out_may_be_changed_in_place() -> None:
+    """As with torch's own attention: allowed, and an error in backward, which needs out, instead of wrong numbers."""
+    for support in rt.backends():
+        if support.device == "cpu":
+            q = torch.randn(1, 3, 2, 4, requires_grad=True)
+            out = rt.attention(q, q, q, backend=support.name)
+            out.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()

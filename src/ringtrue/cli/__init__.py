@@ -12,8 +12,9 @@ def main() -> None:
     try:
         from .app import app
     except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
+        library = (error.name or "").split(".")[0]
+        if library not in NEEDED:
             raise
-        print(f'ringtrue: the command line needs {error.name}: pip install "ringtrue[cli,diffusers]"', file=sys.stderr)
+        print(f'ringtrue: the command line needs {library}: pip install "ringtrue[cli,diffusers]"', file=sys.stderr)
         sys.exit(2)
     app()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .. import kept
 from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from ..merge import merge
 from .comm import Comm, Pending, Template
@@ -45,17 +46,17 @@ class _Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
         options = replace(options, return_lse=True)
         total: tuple[Tensor, Tensor] | None = None
-        saved: tuple[Tensor, ...] = ()
+        saved = []
         for owner, keys, values in _travel(self.comm, self.schedule, k, v):
             if self.works(owner):
                 part = self.pair.forward(q, keys, values, self._part(mask, q, owner), rng, options)
                 total = merge(total, part.out, part.lse)
-                saved += part.saved
+                saved.append(part.saved)
         if total is None:  # no query here, or none that sees a key
             batch, q_len, heads, _ = q.shape
             lse = torch.full((batch, heads, q_len), float("-inf"), dtype=accumulate_dtype(q.dtype), device=q.device)
             return ForwardOut(q.new_zeros(batch, q_len, heads, v.shape[-1]), lse)
-        return ForwardOut(total[0].to(q.dtype), total[1], None, saved)
+        return ForwardOut(total[0].to(q.dtype), total[1], None, kept.join(saved))
 
     def backward(
         self,
@@ -73,13 +74,13 @@ class _Ring:
         _: Wanted,
     ) -> Grads:
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (q, k, v))
-        kept = _per_step(saved, sum(self.works(owner) for owner in range(self.comm.size)))
+        steps = iter(kept.part(saved, sum(self.works(owner) for owner in range(self.comm.size))))
         arriving: list[Pending[list[Tensor]]] = []
         for owner, keys, values in _travel(self.comm, self.schedule, k, v):
             grads = Grads(None, None, None)
             if self.works(owner):
                 grads = self.pair.backward(
-                    grad_out, None, q, keys, values, self._part(mask, q, owner), out, lse, rng, next(kept),
+                    grad_out, None, q, keys, values, self._part(mask, q, owner), out, lse, rng, next(steps),
                     options, self.wanted,
                 )  # fmt: skip
             if grads.dq is not None:
@@ -105,12 +106,6 @@ class _Ring:
         to = owner if self.works(owner) else None
         from_ = source if self.schedule.works(source, mine) else None
         return self.comm.shift(leaving, to, form, from_, k.device, GRADS)
-
-
-def _per_step(saved: tuple[Tensor, ...], steps: int) -> Iterator[tuple[Tensor, ...]]:
-    """What the pair saved at each step that this rank worked in."""
-    each = len(saved) // max(steps, 1)
-    return (saved[i * each : (i + 1) * each] for i in range(steps))
 
 
 def _travel(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

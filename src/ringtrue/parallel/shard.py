@@ -11,7 +11,7 @@ from .comm import Comm, Template
 
 def shard(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
     """This rank's slice of a tensor that is whole on every rank; autograd zero-pads, so it is Partial("sum")."""
-    return x.tensor_split(size, dim)[rank]
+    return x.tensor_split(size, dim)[rank].contiguous()  # a linear layer rounds twice on a strided 16-bit input
 
 
 class Gather(torch.autograd.Function):

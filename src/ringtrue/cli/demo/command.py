@@ -44,8 +44,8 @@ def demo(
 ) -> None:
     """Train a small real Flux in one process and under context parallelism, and compare every gradient.
 
-    Exit 0: every mode within bounds. 1: a number is out of bounds. 2: bad usage. 3: something that was asked for never
-    ran. 4: a process failed.
+    Exit 0: every mode is within bounds. 1: a number is out of bounds.
+    2: bad usage. 3: something asked for never ran. 4: a process failed.
     """
     settings = Settings(
         modes=_modes(modes),

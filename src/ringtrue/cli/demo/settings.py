@@ -45,7 +45,7 @@ class Settings:
     steps: int = 4
     seed: int = 0
     plant: str | None = None
-    timeout: float = 120.0
+    timeout: float = 180.0
 
     @property
     def text_lengths(self) -> tuple[int, int]:

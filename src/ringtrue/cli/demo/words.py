@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .judge import GRADIENT_FACTOR, NEVER_RAN, OUTSIDE, WITHIN, Outcome, worst
 from .run import Report
 
@@ -25,8 +27,7 @@ def verdict(outcome: Outcome) -> str:
     """One sentence or two on one mode, without its name."""
     if outcome.run is None:
         return f"not run: {outcome.reason}."
-    found = outcome.run.errors
-    gradient = f"{number(found.gradient)} at {found.parameter}, {times(outcome.ratio)} the yardstick"
+    gradient = f"{number(outcome.run.errors.gradient)} at {outcome.run.errors.parameter}{multiple(outcome)}"
     if outcome.within:
         return (
             f"within bounds. Worst gradient error {gradient} (bound {GRADIENT_FACTOR:g} x); "
@@ -51,12 +52,12 @@ def plant_line(report: Report) -> str:
     unchanged = [outcome.mode.name for outcome in ran if outcome.plant_ran == 0]
     if not ran or len(unchanged) == len(ran):
         return f"{HISTORY[plant]} It never ran here: no call was changed."
-    biggest = max(ran, key=lambda outcome: float("inf") if outcome.ratio != outcome.ratio else outcome.ratio)
+    biggest = max(ran, key=lambda outcome: math.inf if math.isnan(outcome.ratio) else outcome.ratio)
     assert biggest.run is not None
     calls = sum(outcome.plant_ran for outcome in ran)
     harm = (
-        f"It changed {calls} attention calls here: the worst gradient error is {number(biggest.run.errors.gradient)}, "
-        f"{times(biggest.ratio)} the yardstick, under {biggest.mode.name}."
+        f"It changed {calls} attention calls here: the worst gradient error is {number(biggest.run.errors.gradient)}"
+        f"{multiple(biggest)}, under {biggest.mode.name}."
     )
     return f"{HISTORY[plant]} {harm}" + (f" It never ran under {', '.join(unchanged)}." if unchanged else "")
 
@@ -87,6 +88,11 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.2f}" if 0.01 <= value < 1000 else f"{value:.1e}"
+
+
+def multiple(outcome: Outcome) -> str:
+    """ ", 1.04 x the yardstick", or nothing when that is not a number."""
+    return "" if math.isnan(outcome.ratio) else f", {times(outcome.ratio)} the yardstick"
 
 
 def times(ratio: float) -> str:
