@@ -205,14 +205,21 @@ def explain(
     attn_mask: MaskPart | Tensor | None = None,
     *,
     backend: str | OpPair | None = None,
+    parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
     **arguments: object,
 ) -> Explanation:
-    """What `attention` with the same arguments would choose on this device, and why not the others; runs nothing."""
+    """What `attention` with the same arguments would choose, and why not the others; runs nothing.
+
+    Under a context it tells what fits on this rank, and talks to no other; a call takes what fits on all of them.
+    """
+    context = _context(parallel, query, key, value)
     asked = _asked(backend, query, key, value)
-    call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments)  # type: ignore[arg-type]
-    reasons = {b.name: select.reasons_for(b, call.facts) for b in REGISTRY}
+    sharded = context is not None
+    call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]
+    facts = call.facts if context is None else context.facts(call)
+    reasons = {b.name: select.reasons_for(b, facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
-        against = select.reasons_against(asked.claims, call.facts)
+        against = select.reasons_against(asked.claims, facts)
         return Explanation(str(call.text), None if against else asked.name, {**reasons, asked.name: against})
-    fits = select.among(asked, call.facts, reasons)
+    fits = select.among(asked, facts, reasons)
     return Explanation(str(call.text), fits[0].name if fits else None, reasons)

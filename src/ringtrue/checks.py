@@ -190,6 +190,7 @@ def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check:
     if torch.is_grad_enabled() and four.requires_grad:
         return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times
-        if four.shape[axis] > 1 and four.stride(axis) == 0 and not (sharded and axis == 3):
+        # on another rank it may be another row, and only all ranks together know the number of key columns
+        if four.shape[axis] > 1 and four.stride(axis) == 0 and not (sharded and axis >= 2):
             four = four.narrow(axis, 0, 1)
     return four

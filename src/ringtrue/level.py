@@ -4,7 +4,9 @@ A constant added to all biases of one query changes lse but not attention; yet a
 for the log of a sum, and weights that backward recomputes from it do not sum to 1. So such a row is moved to 0 before
 the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps the scores by the bias: all keys at the
 top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their number.
-Rows at ordinary levels are left as they are, bit by bit. Not mended: a flat row whose keys lie in several ring steps.
+Rows at ordinary levels are left as they are, bit by bit. Not mended: a flat row whose keys lie in several ring steps,
+and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is made for
+all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumula
 
 HUGE = 1024.0  # below it, float32 keeps 1e-4 of a log; eager attention loses as much when it adds the bias
 FLAT = 2.0**53
+SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordinary size are lost
 
 
 def level(pair: OpPair) -> OpPair:
@@ -31,9 +34,10 @@ def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: obj
     if mask.bias is None or options.levelled:
         return pair.forward(q, k, v, mask, rng, options)
     options = replace(options, levelled=True)
-    shift = row_levels(mask, q.shape[1], accumulate_dtype(q.dtype)).shift
+    mask = _joined(mask)
+    shift, at_top = row_levels(_as_wide_as(mask, k.shape[1]), q.shape[1], accumulate_dtype(q.dtype))
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
-    saved = (shift, result.lse, *result.saved)
+    saved = (shift, at_top, result.lse, *result.saved)
     return result._replace(lse=result.lse if result.lse.numel() == 0 else result.lse + shift, saved=saved)
 
 
@@ -55,16 +59,14 @@ def _backward(
     if mask.bias is None or options.levelled:
         return pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
     options = replace(options, levelled=True)
-    shift, own, *inner = saved
+    shift, at_top, own, *inner = saved
     if lse is not None and lse.numel():
         # our own lse comes back as it was; one that came from more keys is moved
         lse = torch.where(lse == own + shift, own, lse - shift)
-    at_top = row_levels(mask, grad_out.shape[1], shift.dtype).at_top
-    grad_out = grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(grad_out.dtype)
-    moved = _moved(mask, shift)
+    grad_out = (grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(shift.dtype)).to(grad_out.dtype)
+    moved = _moved(_joined(mask), shift)
     grads = pair.backward(grad_out, grad_lse, q, k, v, moved, out, lse, rng, tuple(inner), options, wanted)
-    dbias = grads.dbias
-    return grads if dbias is None else grads._replace(dbias=dbias.to(mask.bias.dtype))
+    return grads if grads.dbias is None else grads._replace(dbias=_to_user(grads.dbias, mask))
 
 
 class Levels(NamedTuple):
@@ -75,25 +77,59 @@ class Levels(NamedTuple):
 
 
 def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
-    """Found from the float mask; nothing larger than the user's mask is made: a bias per key moves per sample."""
+    """Found from the float mask and the keys that are kept; a bias per key moves per sample."""
     user = mask.bias if mask.key_bias is None else mask.key_bias[:, None, None, :]
     bias = user.detach().to(dtype)  # type: ignore[union-attr]
+    if mask.key_keep is not None:
+        bias = bias.masked_fill(~mask.key_keep[:, None, None, :], -torch.inf)
     if bias.shape[3] == 0:  # no maximum of nothing
         return Levels(bias.new_zeros(bias.shape[:3]), bias.new_ones(bias.shape[:3]))
-    keep = mask.key_keep
-    if keep is not None and bias.shape[0] == keep.shape[0]:
-        bias = bias.masked_fill(~keep[:, None, None, :], -torch.inf)
     whole = bias.amax(-1)
-    top, at_top = whole, (bias == whole.unsqueeze(-1)).sum(-1)
-    if mask.causal is not None:
-        reach = (torch.arange(q_len, device=bias.device) + mask.causal).clamp(0, bias.shape[3] - 1)
-        top = bias.cummax(-1).values.take_along_dim(reach[None, None, :, None], -1).squeeze(-1)
-        equal = bias == (whole if bias.shape[2] == 1 else top).unsqueeze(-1)
-        at_top = equal.cumsum(-1).take_along_dim(reach[None, None, :, None], -1).squeeze(-1)
-    mover = top if bias.shape[2] > 1 else whole
+    if mask.causal is None:
+        top, at_top, mover = whole, (bias == whole.unsqueeze(-1)).sum(-1), whole
+    else:
+        top, at_top = _reached(bias, q_len, mask.causal)
+        mover = top if bias.shape[2] > 1 else _common(top, whole)
     moves = (mover.abs() > HUGE) & (mover.abs() < FLAT)
-    flat = (top.abs() >= FLAT) & top.isfinite() & (at_top > 0)
-    return Levels(torch.where(moves, mover, 0.0), torch.where(flat, at_top, 1))
+    shift = torch.where(moves, mover, 0.0)
+    limit = FLAT if dtype == torch.float64 else SWALLOWED
+    flat = ((top - shift).abs() >= limit) & top.isfinite() & (at_top > 0)
+    return Levels(shift, torch.where(flat, at_top, 1))
+
+
+def _reached(bias: Tensor, q_len: int, causal: int) -> tuple[Tensor, Tensor]:
+    """Per query of a causal mask: the highest bias among the keys it reaches, and how many of them have it."""
+    running = bias.cummax(-1).values
+    places = torch.arange(bias.shape[3], device=bias.device)
+    raised = running[..., 1:] > running[..., :-1]  # a new highest begins here
+    begins = torch.cat([torch.zeros_like(raised[..., :1]), raised], -1) if bias.shape[3] > 1 else running < running
+    begin = torch.where(begins, places, 0).cummax(-1).values
+    equal = (bias == running).cumsum(-1)
+    count = equal - equal.gather(-1, begin) + 1
+    reach = (torch.arange(q_len, device=bias.device) + causal).clamp(0, bias.shape[3] - 1)[None, None, :, None]
+    return running.take_along_dim(reach, -1).squeeze(-1), count.take_along_dim(reach, -1).squeeze(-1)
+
+
+def _common(top: Tensor, whole: Tensor) -> Tensor:
+    """How far one row for all queries may move without lifting or sinking any of them further from 0 than it was."""
+    lowest = top.masked_fill(top == -torch.inf, torch.inf).amin(-1, keepdim=True)
+    return torch.where(whole < 0, whole, lowest.clamp_min(0.0))
+
+
+def _joined(mask: Mask) -> Mask:
+    """A bias per key beside a bool mask as one float mask: only both together tell what is at the top of a query."""
+    if mask.key_bias is None or mask.dense is None:
+        return mask
+    bias = mask.key_bias[:, None, None, :].masked_fill(~mask.dense, -torch.inf)
+    return replace(mask, dense=bias, key_bias=None)
+
+
+def _as_wide_as(mask: Mask, k_len: int) -> Mask:
+    """One column for all keys, as that many."""
+    dense = mask.dense
+    if dense is None or dense.shape[3] != 1 or k_len < 2:
+        return mask
+    return replace(mask, dense=dense.expand(-1, -1, -1, k_len))
 
 
 def _moved(mask: Mask, shift: Tensor) -> Mask:
@@ -101,3 +137,13 @@ def _moved(mask: Mask, shift: Tensor) -> Mask:
     if mask.key_bias is not None:
         return replace(mask, key_bias=mask.key_bias.to(shift.dtype) - shift[:, 0])
     return replace(mask, dense=mask.dense.to(shift.dtype) - shift.unsqueeze(-1))  # type: ignore[union-attr]
+
+
+def _to_user(dbias: Tensor, mask: Mask) -> Tensor:
+    """The gradient of the moved mask as that of the user's, which may have had fewer rows, heads or samples."""
+    user = mask.bias
+    assert user is not None
+    if dbias.dim() == 4:
+        four = user if user.dim() == 4 else user[:, None, None, :]
+        dbias = dbias.sum_to_size(four.shape)
+    return dbias.reshape(user.shape).to(user.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..contract import Choice, Mask, Wanted
 from ..errors import ArgumentError, DisagreementError, message
 from .config import ContextParallelConfig
@@ -52,8 +54,8 @@ def _form(mask: Mask) -> str:
     dense, bias = mask.dense, mask.key_bias
     parts = [] if bias is None else [f"KeyBias {_short(bias.dtype)}"]
     if dense is not None:
-        batch, heads, _, columns = dense.shape
-        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads}, columns {columns})")
+        batch, heads, _, _ = dense.shape
+        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads})")
     return " and ".join(parts) or "none, or KeyPadding"
 
 
@@ -65,6 +67,8 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "k": call.facts.k_len,
         "kinds": sorted(call.mask.kinds),
         "rows": None if dense is None else dense.shape[2],
+        "columns": None if dense is None else dense.shape[3],
+        "grad mode": torch.is_grad_enabled(),
         "wanted": [bool(w) for w in call.facts.wanted],
         "fits": [choice.backend for choice in choices],
     }
@@ -82,7 +86,9 @@ def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequen
             "no backend fits on all ranks", call=call.text, value=seen, remedy="pass alike inputs everywhere"
         )
         raise DisagreementError(text)
-    wanted = Wanted(*(any(s["wanted"][i] for s in said) for i in range(4)))  # type: ignore[index]
+    wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
+    check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
+    wanted = Wanted(*(any(each) for each in zip(*wants, strict=True)))
     plan = Plan(
         rank=rank,
         ulysses_degree=config.ulysses_degree,
@@ -96,8 +102,24 @@ def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequen
         mask_rows=_mask_rows([(int(s["q"]), int(s["rows"])) for s in said if s["rows"] is not None]),  # type: ignore[call-overload]
         wanted=wanted,
     )
-    _columns(call, plan)
+    _check_columns(call, plan, [int(s["columns"]) for s in said if s["columns"] is not None])  # type: ignore[call-overload]
     return plan, common[0]
+
+
+def check_grad_mode(wants: Sequence[bool], modes: Sequence[bool], what: str, call: object = "") -> None:
+    """A rank without grad mode does not come to backward, where others would wait; from headers, so that all raise."""
+    if any(wants) and not all(modes):
+        text = message(
+            f"ranks disagree about this {what}: gradients are wanted, but not every rank would come to backward",
+            call=call,
+            limit="grad mode on everywhere, or on no rank that wants a gradient",
+            value="; ".join(
+                f"rank {r}: grad mode {'on' if on else 'off'}{', wants a gradient' if want else ''}"
+                for r, (want, on) in enumerate(zip(wants, modes, strict=True))
+            ),
+            remedy="enter torch.no_grad() on all ranks or on none",
+        )
+        raise DisagreementError(text)
 
 
 def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
@@ -146,22 +168,25 @@ def declared(
         mask_rows=kind.startswith("rows"),
         wanted=call.facts.wanted,
     )
-    _columns(call, plan)
+    dense = call.mask.dense
+    _check_columns(call, plan, [] if dense is None else [dense.shape[3]])
     return plan
 
 
-def _columns(call: Call, plan: Plan) -> None:
-    """A tensor mask has the columns of all keys (or 1); every rank finds the same, so all raise."""
-    dense = call.mask.dense
+def _check_columns(call: Call, plan: Plan, columns: Sequence[int]) -> None:
+    """A tensor mask has the columns of all keys (or 1), on every rank alike; from headers, so that all raise."""
     total = sum(plan.k_lengths)
-    if dense is not None and dense.shape[3] not in (1, total):
+    if any(n not in (1, total) for n in columns):
         _fail(
             call,
             "a tensor mask under context parallelism has this rank's rows and the columns of all keys",
             f"{total} columns (keys per rank {list(plan.k_lengths)})",
-            f"{dense.shape[3]} columns",
+            f"{columns[0]} columns" if len(set(columns)) == 1 else f"columns per rank {list(columns)}",
             "for a key mask that is sharded like the keys pass KeyPadding(bool (B, Sk_local)) or KeyBias",
         )
+    if len(set(columns)) > 1:
+        text = message("ranks disagree about the columns of this mask", call=call.text, value=list(columns))
+        raise DisagreementError(text)
 
 
 def _fail(call: Call, problem: str, limit: str, value: str, remedy: str) -> None:

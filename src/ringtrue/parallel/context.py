@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import scope
 from ..contract import Choice, Facts, OpPair
-from ..errors import ArgumentError, UnsupportedError, message
+from ..errors import ArgumentError, ParallelError, UnsupportedError, message
 from . import agreement
 from .comm import Connectable, connect
 from .config import ContextParallelConfig
@@ -82,9 +82,10 @@ class ContextParallel:
                   "slice" (diffusers' convention, last gather only): each rank keeps its own slice; parameters after it
                   are then not Partial.
         """
-        dim = self._dim(x, dim)
-        if backward not in ("sum", "slice"):
-            raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
+        with contextlib.nullcontext() if lengths is not None else self.refusing_together("gather"):
+            dim = self._dim(x, dim)
+            if backward not in ("sum", "slice"):
+                raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
         wants = torch.is_grad_enabled() and x.requires_grad
         anchored = False
         if lengths is None and self.config.lengths == "equal":
@@ -92,7 +93,10 @@ class ContextParallel:
         if lengths is None:
             others = [n for i, n in enumerate(x.shape) if i != dim]
             same = {"dtype": str(x.dtype), "dim": dim, "other dims": others, "backward": backward}
-            headers = self.agree("gather", same, {"length": x.shape[dim], "wants": wants})
+            own = {"length": x.shape[dim], "wants": wants, "grad mode": torch.is_grad_enabled()}
+            headers = self.agree("gather", same, own)
+            said = [(bool(h.own["wants"]), bool(h.own["grad mode"])) for h in headers]
+            agreement.check_grad_mode([want for want, _ in said], [mode for _, mode in said], "gather")
             lengths = [int(h.own["length"]) for h in headers]  # type: ignore[call-overload]
             anchored = not wants and any(h.own["wants"] for h in headers)
         elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
@@ -172,13 +176,14 @@ class ContextParallel:
         return replace(call.facts, needs_lse=call.facts.needs_lse or self.size > 1, from_lse=ring)
 
     @contextlib.contextmanager
-    def refusing_together(self) -> Iterator[None]:
+    def refusing_together(self, what: str = "attention") -> Iterator[None]:
         """A rank that refuses its own call tells the others, so that all of them raise instead of waiting."""
         try:
             yield
         except Exception as error:
             if self.config.lengths == "exchange":
-                self.agree("attention", {}, {}, f"{type(error).__name__}: {error}")
+                with contextlib.suppress(ParallelError):  # peers that do not come must not hide this rank's own error
+                    self.agree(what, {}, {}, f"{type(error).__name__}: {error}")
             raise
 
     def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:

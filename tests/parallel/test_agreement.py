@@ -1,0 +1,147 @@
+"""What ranks see of a call that others cannot: grad mode, a mask's columns, an expanded mask, a refusal of `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringtrue as rt
+from ringtrue.parallel.twin import Rank, World
+
+LENGTHS = (5, 3)
+TOKENS = sum(LENGTHS)
+
+
+def context(mesh: Rank, ulysses: int, ring: int) -> rt.ContextParallel:
+    return rt.ContextParallel(rt.ContextParallelConfig(ulysses, ring, mesh=mesh, timeout=5.0))
+
+
+def qkv(grad: bool = False) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    return [torch.randn((2, TOKENS, 3, 4), generator=numbers, dtype=torch.float64, requires_grad=grad) for _ in "qkv"]
+
+
+def part(rank: int) -> slice:
+    start = sum(LENGTHS[:rank])
+    return slice(start, start + LENGTHS[rank])
+
+
+def everywhere(fn: Callable[[Rank], object], size: int = 2) -> list[BaseException]:
+    """What each rank raised: all of them must."""
+    world = World(size)
+    with pytest.raises(rt.RingtrueError):
+        world.run(fn)
+    assert set(world.failures) == set(range(size))
+    return [world.failures[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ulysses", "ring"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+@pytest.mark.parametrize("lengths", [(5, 3), (7, 1)])
+def test_an_expanded_row_is_this_ranks_row(
+    degrees: tuple[int, int], dtype: torch.dtype, lengths: tuple[int, int]
+) -> None:
+    """Every query of a rank sees the same keys, those of another rank see others: one row in memory, a mask of rows."""
+    visible = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    visible[: lengths[0], :4] = visible[lengths[0] :, 2:] = True
+    mask = visible if dtype == torch.bool else torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -torch.inf)
+    q, k, v = qkv()
+    expected = rt.attention(q, k, v, mask, backend="native_math")
+
+    def rank(mesh: Rank) -> Tensor:
+        cp = context(mesh, *degrees)
+        start = sum(lengths[: cp.rank])
+        mine = slice(start, start + lengths[cp.rank])
+        row = mask[start][None].expand(lengths[cp.rank], TOKENS)
+        return rt.attention(q[:, mine], k[:, mine], v[:, mine], row, parallel=cp, backend="native_math")
+
+    torch.testing.assert_close(torch.cat(World(2).run(rank), 1), expected)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ulysses", "ring"])
+def test_no_grad_on_one_rank_makes_all_raise(degrees: tuple[int, int]) -> None:
+    """Its backward would never come, and the others would wait for it."""
+
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, *degrees)
+        q, k, v = (x[:, part(cp.rank)] for x in qkv(grad=True))
+        with torch.set_grad_enabled(cp.rank == 0):
+            rt.attention(q, k, v, parallel=cp)
+
+    for error in everywhere(rank):
+        assert isinstance(error, rt.DisagreementError)
+        assert "rank 1: grad mode off" in str(error)
+
+
+def test_grad_mode_may_differ_where_nothing_is_wanted() -> None:
+    def rank(mesh: Rank) -> Tensor:
+        cp = context(mesh, 2, 1)
+        with torch.set_grad_enabled(cp.rank == 0):
+            return cp.gather(rt.attention(*(x[:, part(cp.rank)] for x in qkv()), parallel=cp), 1)
+
+    for out in World(2).run(rank):
+        torch.testing.assert_close(out, rt.attention(*qkv()))
+
+
+def test_gather_without_grad_on_one_rank_makes_all_raise() -> None:
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, 2, 1)
+        with torch.set_grad_enabled(cp.rank == 1):
+            cp.gather(torch.ones(2, requires_grad=True), 0)
+
+    assert all(isinstance(error, rt.DisagreementError) for error in everywhere(rank))
+
+
+@pytest.mark.parametrize("wrong", [{"dim": 5}, {"dim": 0, "backward": "mean"}], ids=["dim", "backward"])
+def test_a_refused_gather_is_told_to_the_others(wrong: dict[str, object]) -> None:
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, 1, 2)
+        arguments = wrong if cp.rank == 1 else {"dim": 0}
+        cp.gather(torch.ones(2, 2), **arguments)  # type: ignore[arg-type]
+
+    others, own = everywhere(rank)
+    assert isinstance(own, rt.ArgumentError)
+    assert isinstance(others, rt.PeerError)
+    assert "rank 1: ArgumentError" in str(others)
+
+
+def test_a_mask_sharded_like_its_keys_is_sent_to_key_padding() -> None:
+    """Shards of unequal length: all ranks say what a mask must be, not only that theirs differ."""
+
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, 2, 1)
+        q, k, v = (x[:, part(cp.rank)] for x in qkv())
+        rt.attention(q, k, v, torch.ones(2, 1, 1, LENGTHS[cp.rank], dtype=torch.bool), parallel=cp)
+
+    for error in everywhere(rank):
+        assert isinstance(error, rt.ArgumentError)
+        for told in ("8 columns", "[5, 3]", "KeyPadding"):
+            assert told in str(error)
+
+
+def test_columns_on_one_rank_only_are_a_difference() -> None:
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, 2, 1)
+        q, k, v = (x[:, part(cp.rank)] for x in qkv())
+        columns = TOKENS if cp.rank else 1
+        rt.attention(q, k, v, torch.ones(LENGTHS[cp.rank], columns, dtype=torch.bool), parallel=cp)
+
+    assert all(isinstance(error, rt.DisagreementError) for error in everywhere(rank))
+
+
+def test_explain_knows_the_context() -> None:
+    """Inside a context a mask has the columns of all keys, and a ring needs a backward from a merged lse."""
+
+    def rank(mesh: Rank) -> list[str]:
+        cp = context(mesh, 1, 2)
+        q, k, v = (x[:, part(cp.rank)] for x in qkv())
+        rows = torch.ones(LENGTHS[cp.rank], TOKENS, dtype=torch.bool)
+        with cp:
+            inside = rt.explain(q, k, v, rows)
+        return [str(inside.backend), str(rt.explain(q, k, v, rows, parallel=cp).backend), cp.groups.context.name]
+
+    for inside, passed, _ in World(2).run(rank):
+        assert inside == passed == rt.explain(*qkv()).backend

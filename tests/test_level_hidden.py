@@ -1,0 +1,76 @@
+"""Rows at a huge level beside other masks: what hides a key decides which keys are at the top of a query."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import ringtrue as rt
+from calls import EVERY_BACKEND, eager, like, one_thread, qkv
+
+LOWEST = torch.finfo(torch.float32).min
+TOKENS = 6
+KEEP = torch.tensor([[True, False, True, True, False, True], [True, False, False, False, False, True]])
+ROWS = torch.tensor([[True] + [(3 * i + j) % 5 > 1 for j in range(1, TOKENS)] for i in range(TOKENS)])[None, None]
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
+KEPT = KEEP[:, None, None]
+
+# name: the float mask as (b, h, q, k), what it is joined with, what that leaves visible
+CASES = {
+    "one mask of rows for two samples": (torch.full((1, 1, TOKENS, TOKENS), LOWEST), rt.KeyPadding(KEEP), KEPT),
+    "one row for two samples": (torch.full((1, 1, 1, TOKENS), LOWEST), rt.KeyPadding(KEEP), KEPT),
+    "one column": (torch.full((1, 1, TOKENS, 1), LOWEST), rt.KeyPadding(KEEP), KEPT),
+    "a bias per key and a bool mask": (torch.full((2, 1, 1, TOKENS), LOWEST), rt.Dense(ROWS), ROWS),
+    "a huge bias per key and a bool mask": (torch.full((2, 1, 1, TOKENS), -1e6), rt.Dense(ROWS), ROWS),
+    "a hidden key far above": (torch.tensor([0.0, 1e6, 0, 0, 0, 0]).view(1, 1, 1, -1), rt.KeyPadding(KEEP), KEPT),
+    "left padding": (torch.tensor([LOWEST] * 3 + [0.0] * 3).expand(2, TOKENS)[:, None, None], rt.Causal(), CAUSAL),
+    "a later key far above": (torch.tensor([0.0] * 5 + [1e6]).expand(2, TOKENS)[:, None, None], rt.Causal(), CAUSAL),
+}
+
+__all__ = ["one_thread"]
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("name", CASES)
+def test_out_and_gradients_are_right(name: str, backend: str) -> None:
+    bias, other, visible = CASES[name]
+    batch = max(bias.shape[0], visible.shape[0])
+    q, k, v = qkv(TOKENS, heads=2, dim=4, batch=batch, grad=True)
+    per_key = bias.shape[0] == batch and bias.shape[2] == 1
+    float_mask = rt.KeyBias(bias[:, 0, 0]) if per_key else rt.Dense(bias)
+    out = rt.attention(q, k, v, float_mask & other, backend=backend)
+    grad_out = like(out)
+    got = torch.autograd.grad(out, (q, k, v), grad_out)
+
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    seen = bias.double().expand(batch, 1, TOKENS, TOKENS).masked_fill(~visible, -math.inf)
+    expected, _ = eager(*wide, seen)  # float64 keeps scores beside 1e6; beside the lowest number they count alike
+    for x, y in zip((out, *got), (expected, *torch.autograd.grad(expected, wide, grad_out.double())), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_the_mask_has_its_shape() -> None:
+    """The mask that a kernel sees has a row per query and sample; the user's has one row a sample."""
+    q, k, v = qkv(TOKENS, heads=2, dim=4)
+    bias = torch.linspace(-1, 1, 2 * TOKENS).view(2, TOKENS).requires_grad_()
+    out = rt.attention(q, k, v, rt.KeyBias(bias) & rt.Dense(ROWS), backend="native_math")
+    (got,) = torch.autograd.grad(out, bias, like(out))
+    copy = bias.detach().clone().requires_grad_()
+    expected, _ = eager(q, k, v, copy[:, None, None].masked_fill(~ROWS, -math.inf))
+    torch.testing.assert_close(got, torch.autograd.grad(expected, copy, like(expected))[0])
+
+    dense = torch.randn(1, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    out = rt.attention(q, k, v, rt.Dense(dense) & rt.KeyPadding(KEEP), backend="native_math")
+    (got,) = torch.autograd.grad(out, dense, like(out))
+    copy = dense.detach().clone().requires_grad_()
+    expected, _ = eager(q, k, v, copy.masked_fill(~KEPT, -math.inf))
+    torch.testing.assert_close(got, torch.autograd.grad(expected, copy, like(expected))[0])
+
+
+@EVERY_BACKEND
+def test_one_column_over_no_key(backend: str) -> None:
+    q, k, v = qkv(3, 0)
+    mask = rt.Dense(torch.zeros(1, 1, 1, 1)) & rt.KeyPadding(torch.ones(2, 0, dtype=torch.bool))
+    assert not rt.attention(q, k, v, mask, backend=backend).any()
