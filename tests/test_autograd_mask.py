@@ -122,3 +122,12 @@ def test_a_float_mask_that_requires_grad_is_refused_where_there_is_no_gradient_o
     with torch.no_grad():
         assert torch.equal(rt.attention(*tensors, mask, backend=backend), expected)
     assert rt.explain(*tensors, attn_mask=mask).backend in GIVES_BIAS
+
+
+def test_auto_does_not_depend_on_grad_mode() -> None:
+    """A reentrant checkpoint's first pass has grad mode off; its recompute must take the same backend."""
+    q = torch.randn(1, 4, 2, 8)
+    bias = torch.zeros(4, 4, requires_grad=True)
+    chosen = rt.explain(q, q, q, bias).backend
+    with torch.no_grad():
+        assert rt.explain(q, q, q, bias).backend == chosen

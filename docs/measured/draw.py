@@ -23,7 +23,9 @@ COLOURS = (
     (-1.0, (248, 113, 113)),
     (1.0, (127, 29, 29)),
 )
+STYLE = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11" fill="#1f2937"'
 TITLE = "Relative gradient error of every parameter, against the float64 model"
+
 SUBTITLE = "one real Flux, float32: eager attention and ringtrue's modes; then 2x2 with a historical fault planted"
 LEFT, TOP, WIDTH, HEIGHT = 250, 92, 66, 7
 
@@ -60,8 +62,7 @@ def draw(columns: dict[str, dict[str, float]]) -> str:
     right = LEFT + WIDTH * len(columns)
     bottom = TOP + HEIGHT * len(parameters)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 20} {bottom + 50}" '
-        'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11" fill="#1f2937">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 20} {bottom + 50}" {STYLE}>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         text(12, 22, TITLE, 'font-size="15" font-weight="700"'),
         text(12, 42, SUBTITLE),

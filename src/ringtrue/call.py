@@ -90,6 +90,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Fac
         mask_kinds=mask.kinds,
         causal=mask.causal,
         wanted=Wanted(*(grad and x is not None and x.requires_grad for x in (q, k, v, bias))),
+        mask_grad=bias is not None and bias.requires_grad,
         dropout=options.dropout_p > 0,
         softcap=options.softcap > 0,
         deterministic=options.deterministic,

@@ -189,6 +189,7 @@ class Facts:
     mask_kinds: frozenset[str] = frozenset()
     causal: int | None = None
     wanted: Wanted = Wanted(False, False, False, False)
+    mask_grad: bool = False  # the float mask requires grad, whatever the grad mode
     dropout: bool = False
     softcap: bool = False
     deterministic: bool = False

@@ -89,7 +89,7 @@ def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
         top, at_top, mover = whole, (bias == whole.unsqueeze(-1)).sum(-1), whole
     else:
         top, at_top = _reached(bias, q_len, mask.causal)
-        mover = top if bias.shape[2] > 1 else _common(top, whole)
+        mover = _common(bias, whole) if bias.shape[2] == 1 else top
     moves = (mover.abs() > HUGE) & (mover.abs() < FLAT)
     shift = torch.where(moves, mover, 0.0)
     limit = FLAT if dtype == torch.float64 else SWALLOWED
@@ -110,9 +110,13 @@ def _reached(bias: Tensor, q_len: int, causal: int) -> tuple[Tensor, Tensor]:
     return running.take_along_dim(reach, -1).squeeze(-1), count.take_along_dim(reach, -1).squeeze(-1)
 
 
-def _common(top: Tensor, whole: Tensor) -> Tensor:
-    """How far one row for all queries may move without lifting or sinking any of them further from 0 than it was."""
-    lowest = top.masked_fill(top == -torch.inf, torch.inf).amin(-1, keepdim=True)
+def _common(bias: Tensor, whole: Tensor) -> Tensor:
+    """How far one row for all queries may move without taking any of them further from 0, whatever keys they reach.
+
+    The same on every rank of a context: it must not depend on which queries are here.
+    """
+    first = bias.cummax(-1).values  # what the query that reaches fewest keys has at its top comes first
+    lowest = first.masked_fill(first == -torch.inf, torch.inf).amin(-1)
     return torch.where(whole < 0, whole, lowest.clamp_min(0.0))
 
 

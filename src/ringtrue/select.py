@@ -110,7 +110,8 @@ def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) ->
     """What a name, or "auto", may become where these are the reasons against each backend; best first."""
     fits = [b for b in REGISTRY if not reasons[b.name] and name in (AUTO, b.name)]
     if name == AUTO:  # auto ignores grad mode: a reentrant checkpoint's first pass has it off
-        fits = [b for b in fits if b.pairs[facts.device].claims.backward]
+        claims = {b.name: b.pairs[facts.device].claims for b in fits}
+        fits = [b for b in fits if claims[b.name].backward and (claims[b.name].dbias or not facts.mask_grad)]
     return tuple(fits)
 
 

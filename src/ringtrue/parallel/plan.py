@@ -69,12 +69,14 @@ def globalise(pair: OpPair, comm: Comm, plan: Plan) -> OpPair:
 
     Key masks (one bit or number a token) are gathered once, in forward; backward finds them in `saved`.
     """
-    keys = tuple(sorted(plan.key_kinds))
+    keys, total = tuple(sorted(plan.key_kinds)), sum(plan.k_lengths)
 
     def whole(mask: Mask, gathered: Mapping[str, Tensor], q_len: int) -> Mask:
         dense = mask.dense
         if plan.mask_rows and dense is not None and dense.shape[2] != q_len:  # this rank's rows are all alike
             dense = dense.expand(-1, -1, q_len, -1)
+        if dense is not None and dense.dtype != torch.bool and dense.shape[3] == 1 < total:
+            dense = dense.expand(-1, -1, -1, total)  # how many keys are alike is known here only
         causal = None if plan.causal is None else plan.causal + starts(plan.q_lengths)[plan.rank]
         return Mask(dense, gathered.get("key_keep"), gathered.get("key_bias"), causal)
 
