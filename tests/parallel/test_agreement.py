@@ -145,3 +145,29 @@ def test_explain_knows_the_context() -> None:
 
     for inside, passed, _ in World(2).run(rank):
         assert inside == passed == rt.explain(*qkv()).backend
+
+
+def test_a_second_derivative_of_gather_is_refused() -> None:
+    """Its gradient crosses ranks outside of autograd: a penalty on it would lose its own gradient, silently."""
+
+    def rank(mesh: Rank) -> None:
+        cp = context(mesh, 1, 2)
+        x = torch.ones(2 + cp.rank, requires_grad=True)
+        (grad,) = torch.autograd.grad(cp.gather(x, 0).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+    World(2).run(rank)
+
+
+@pytest.mark.parametrize("timeout", ["soon", float("inf"), float("nan"), 0])
+def test_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    with pytest.raises(rt.ArgumentError, match="timeout"):
+        rt.ContextParallelConfig(timeout=timeout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [5, ["5"], [1.5], [-1], [1, 2]], ids=str)
+def test_declared_lengths_are_numbers_of_tokens(lengths: object) -> None:
+    cp = rt.ContextParallel(rt.ContextParallelConfig())
+    with pytest.raises(rt.ArgumentError, match="q_lengths does not fit"):
+        cp.call(q_lengths=lengths, k_lengths=[5])  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 from ..errors import ArgumentError, UnsupportedError, message
@@ -48,8 +49,8 @@ class ContextParallelConfig:
             self._fail("unknown load_balance", '"none"', self.load_balance)
         if self.lengths not in ("exchange", "equal"):
             self._fail("unknown lengths", '"exchange" or "equal"', self.lengths)
-        if not self.timeout > 0:
-            self._fail("timeout is not positive", "seconds > 0", self.timeout)
+        if not isinstance(self.timeout, Real) or not 0 < self.timeout < float("inf"):
+            self._fail("timeout is not positive and finite", "seconds > 0", self.timeout)
 
     @property
     def size(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -146,11 +146,11 @@ class ContextParallel:
                     )
                 )
             return DeclaredCall(self, None, None, mask)
-        for name, given in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
-            if len(given) != self.size or any(n < 0 for n in given):
-                raise ArgumentError(
-                    message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=list(given))
-                )
+        declared: tuple[tuple[str, Any], ...] = (("q_lengths", q_lengths), ("k_lengths", k_lengths))
+        for name, given in declared:
+            fits = isinstance(given, Sequence) and len(given) == self.size
+            if not fits or not all(isinstance(n, int) and n >= 0 for n in given):
+                raise ArgumentError(message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=given))
         return DeclaredCall(self, tuple(q_lengths), tuple(k_lengths), mask)
 
     def agree(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..contract import accumulate_dtype
 from .comm import Comm, Template
@@ -29,6 +30,7 @@ class Gather(torch.autograd.Function):
         return torch.cat([part for (part,) in received], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         parts = grad.split(ctx.lengths, ctx.dim)
         mine = parts[ctx.comm.rank]
