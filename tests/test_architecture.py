@@ -146,3 +146,9 @@ def test_a_planted_import_is_caught(planted: str, tmp_path: Path) -> None:
 def test_a_planted_long_function_is_seen(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("def f():\n" + "    x = 1\n" * 60)
     assert function_sizes(Tree(tmp_path)) == {"ringtrue.f": 61}
+
+
+def test_reference_names_everything_public() -> None:
+    """docs/reference.md lists every public name."""
+    page = (Path(__file__).parents[1] / "docs" / "reference.md").read_text("utf-8")
+    assert [name for name in ringtrue.__all__ if f"`{name}" not in page] == []

@@ -50,7 +50,9 @@ def attention(
 
     attn_mask   bool tensor (True = may attend) or float tensor (added to the scaled scores), right-aligned broadcast to
                 (B, H, Sq, Sk), or Causal, KeyPadding, KeyBias, or several joined by `&`; at most one float mask. A
-                query that may attend to nothing gives out 0, lse -inf and zero gradients.
+                query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a context a
+                tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys; KeyPadding
+                and KeyBias are sharded like the keys.
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
     enable_gqa  allows Hk < H when Hk divides H.
