@@ -99,7 +99,10 @@ for name in sys.argv[1:]:
     for b, s, t in ((0, 3, 3), (2, 0, 4), (2, 4, 0), (2, 0, 0), (0, 0, 0)):
         q, k, v = (torch.ones(b, n, 2, 8, requires_grad=True) for n in (s, t, t))
         for mask in (None, rt.Causal(), rt.KeyPadding(torch.ones(b, t, dtype=torch.bool))):
-            out, lse = rt.attention(q, k, v, mask, return_lse=True, backend=name)
+            try:
+                out, lse = rt.attention(q, k, v, mask, return_lse=True, backend=name)
+            except rt.UnsupportedError:
+                continue
             out.sum().backward()
             assert out.shape == q.shape and lse.shape == (b, 2, s) and (out == 0).all()
 print("alive")
