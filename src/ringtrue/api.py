@@ -72,6 +72,20 @@ def attention(
         "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
         "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
+    out, lse = _run(query, key, value, backend, parallel, arguments)
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable  # after a graph break the frames below would be compiled, where nothing guards them
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str | OpPair | None,
+    parallel: object,
+    arguments: Mapping[str, object],
+) -> tuple[Tensor, Tensor]:
     context = _context(parallel, query, key, value)
     if context is None:
         call, choices = _prepare(query, key, value, backend, arguments)
@@ -80,9 +94,7 @@ def attention(
         with context.refusing_together():
             call, choices = _prepare(query, key, value, backend, arguments, context)
         pair, anchored = context.plan(call, choices)
-    out, lse = autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
-    out = out.transpose(1, 2) if layout == "bhsd" else out
-    return (out, lse) if return_lse else out
+    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:

@@ -228,3 +228,19 @@ def test_out_may_be_changed_in_place() -> None:
             out.mul_(2)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()
+
+
+def test_a_compiled_caller_under_a_context_is_right() -> None:
+    """After the graph break nothing below may be compiled: there a Ulysses result once had another head dim."""
+
+    def body(mesh: Rank) -> tuple[torch.Size, float]:
+        cp = context(mesh, 2, 1)
+        q = torch.randn(1, 6, 2, 4)
+        plain = rt.attention(q, q, q, parallel=cp)
+        run = torch.compile(lambda x: rt.attention(x, x, x, parallel=cp), backend="eager")
+        out = run(q)
+        return out.shape, float((out - plain).abs().max())
+
+    for shape, error in World(2, wait=30.0).run(body):
+        assert shape == (1, 6, 2, 4)
+        assert error < 1e-6

@@ -68,6 +68,7 @@ class ContextParallel:
         """
         return shard(x, self._dim(x, dim), self.size, self.rank)
 
+    @torch.compiler.disable
     def gather(
         self,
         x: Tensor,
@@ -97,7 +98,7 @@ class ContextParallel:
             headers = self.agree("gather", same, own)
             said = [(bool(h.own["wants"]), bool(h.own["grad mode"])) for h in headers]
             agreement.check_grad_mode([want for want, _ in said], [mode for _, mode in said], "gather")
-            lengths = [int(h.own["length"]) for h in headers]  # type: ignore[call-overload]
+            lengths = [int(h.own["length"]) for h in headers]
             anchored = not wants and any(h.own["wants"] for h in headers)
         elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
             raise ArgumentError(
@@ -153,6 +154,7 @@ class ContextParallel:
                 raise ArgumentError(message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=given))
         return DeclaredCall(self, tuple(q_lengths), tuple(k_lengths), mask)
 
+    @torch.compiler.disable
     def agree(
         self, what: str, same: Mapping[str, object], own: Mapping[str, object], error: str | None = None
     ) -> tuple[Header, ...]:
