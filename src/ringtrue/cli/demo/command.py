@@ -59,6 +59,8 @@ def demo(
         plant=_one_of("--plant", plant, plants.PLANTS) if plant else None,
         timeout=timeout,
     )
+    if json is not None and json.is_dir():
+        raise typer.BadParameter(f"{json} is a folder; name a file", param_hint="--json")
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json.absolute().parent}", param_hint="--json")
     console = Console(soft_wrap=False)
