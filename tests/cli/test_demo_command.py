@@ -184,6 +184,7 @@ def test_a_broken_worker_and_an_interrupt(stub: Stub) -> None:
         ("--backend nothing", "auto, native_flash, native_math"),
         ("--plant weed", "kv-transposed-twice, mask-as-bias, lse-missing, stale-kv"),
         ("--json no/such/folder/x.json", "there is no folder"),
+        ("--json .", "is a folder; name a file"),
         ("--text-tokens 0", "greater than or equal to 1"),
         ("--steps 0", "greater than or equal to 1"),
         ("--seed x", "--seed"),
