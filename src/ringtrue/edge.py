@@ -1,8 +1,8 @@
 """`edge(pair)`: everything that no two kernels agree on, so that a pair stays a schema and a call.
 
-Lowering the mask to what the pair takes, splitting an offset-causal call, key heads, head-dim padding, a last dim whose
-stride is not 1, empty calls, rows that see nothing, rows at a huge level (level.py). What `edge` returns claims all of
-that, whatever the pair claims.
+Lowering the mask to what the pair takes, splitting an offset-causal call, windows and segments (as a bias, for a block
+of rows at a time), key heads, head-dim padding, a last dim whose stride is not 1, empty calls, rows that see nothing,
+rows at a huge level (level.py), the gradient of lse. What `edge` returns claims all of that, whatever the pair claims.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from . import kept
 from .contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from .level import level
-from .masks import dense_bias, live_rows
+from .masks import dense_bias, live_rows, row_blocks, whole_bias
 from .merge import merge
 
 Block = tuple[slice, slice]
@@ -29,20 +29,23 @@ def edge(pair: OpPair) -> OpPair:
     return level(replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims))
 
 
-def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+def _forward(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
+) -> ForwardOut:
     if _empty(q, k):
-        return ForwardOut(*_nothing(q, v))
-    mask = _reached(mask, k.shape[1])
+        return ForwardOut(*_nothing(q, v), rng)
+    mask = _reached(mask, q.shape[1], k.shape[1])
     blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
     if _whole(blocks, q, k):
         return _forward_block(pair, q, k, v, mask, rng, options)
     out, lse = _nothing(q, v, accumulate_dtype(q.dtype))
     saved = []
-    for rows, cols in blocks:
-        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols), rng, options)
+    for number, (rows, cols) in enumerate(blocks):
+        state = _state(rng, number)
+        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols), state, options)
         out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse)
         saved.append(part.saved)
-    return ForwardOut(out.to(q.dtype), lse, None, kept.join(saved))
+    return ForwardOut(out.to(q.dtype), lse, rng, kept.join(saved))
 
 
 def _backward(
@@ -55,7 +58,7 @@ def _backward(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: object,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
@@ -63,29 +66,40 @@ def _backward(
     if _empty(q, k):
         like = (q, k, v, mask.bias)
         return Grads(*(torch.zeros_like(x) if w and x is not None else None for x, w in zip(like, wanted, strict=True)))
-    mask = _reached(mask, k.shape[1])
+    mask = _reached(mask, q.shape[1], k.shape[1])
     blocks = _blocks(mask, q.shape[1], k.shape[1], pair.claims)
     if _whole(blocks, q, k):
         return _backward_block(pair, grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
-    sums = [
-        torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) if w else None
-        for x, w in zip((q, k, v), wanted[:3], strict=True)
-    ]
     bias = mask.bias if wanted.bias else None
-    d_bias = None if bias is None else torch.zeros(bias.shape, dtype=accumulate_dtype(bias.dtype), device=bias.device)
-    for (rows, cols), own in zip(blocks, kept.part(saved, len(blocks)), strict=True):
+    sums = _zeros(q, k, v, bias, wanted)
+    for number, ((rows, cols), own) in enumerate(zip(blocks, kept.part(saved, len(blocks)), strict=True)):
         part = _backward_block(
             pair, grad_out[:, rows], None if grad_lse is None else grad_lse[:, :, rows],
             q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols),
-            out[:, rows], lse[:, :, rows], rng, own, options, wanted,
+            out[:, rows], lse[:, :, rows], _state(rng, number), own, options, wanted,
         )  # fmt: skip
-        for total, grad, where in zip(sums, part[:3], (rows, cols, cols), strict=True):
+        for total, grad, where in zip(sums[:3], part[:3], (rows, cols, cols), strict=True):
             if total is not None and grad is not None:
                 total[:, where] += grad
-        if d_bias is not None and part.dbias is not None:
-            _bias_part(d_bias, rows, cols).add_(part.dbias)
-    dq, dk, dv = (None if s is None else s.to(q.dtype) for s in sums)
-    return Grads(dq, dk, dv, None if d_bias is None or bias is None else d_bias.to(bias.dtype))
+        if sums.dbias is not None and part.dbias is not None:
+            _bias_part(sums.dbias, rows, cols).add_(part.dbias)
+    like = (q, k, v, bias)
+    return Grads(*(None if s is None or x is None else s.to(x.dtype) for s, x in zip(sums, like, strict=True)))
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wanted: Wanted) -> Grads:
+    """Where the blocks' gradients are added up, in float32 (float64 for float64)."""
+    return Grads(
+        *(
+            torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) if w and x is not None else None
+            for x, w in zip((q, k, v, bias), wanted, strict=True)
+        )
+    )
+
+
+def _state(rng: Tensor | None, number: int) -> Tensor | None:
+    """The random state of one block: blocks draw their own masks, the same in both directions."""
+    return rng if rng is None or number == 0 else rng + torch.tensor([0, number])
 
 
 def _bias_part(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:
@@ -100,11 +114,11 @@ def widened(claims: Claims) -> Claims:
     """What a pair with these claims can do once the edge is around it."""
     masks = claims.masks
     if "dense_float" in masks:
-        masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
+        masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias", "segments", "window"})
     causal = claims.causal if claims.causal == "none" else "offset"
     return replace(
         claims, masks=masks, bias_dtype="any", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
-        value_dim=True, any_strides=True,
+        value_dim=True, any_strides=True, dlse=claims.dlse or claims.backward_from_lse,
     )  # fmt: skip
 
 
@@ -120,14 +134,18 @@ def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Te
     return out, lse
 
 
-def _reached(mask: Mask, k_len: int) -> Mask:
-    """The mask without a causal part that hides nothing: its first query already reaches the last key."""
-    return mask if mask.causal is None or mask.causal < k_len - 1 else replace(mask, causal=None)
+def _reached(mask: Mask, q_len: int, k_len: int) -> Mask:
+    """The mask without the ends that hide nothing: the first query reaches the last key, the last one the first key."""
+    causal = None if mask.causal is None or mask.causal >= k_len - 1 else mask.causal
+    since = None if mask.since is None or mask.since <= 1 - q_len else mask.since
+    return mask if (causal, since) == (mask.causal, mask.since) else replace(mask, causal=causal, since=since)
 
 
 def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
-    """Rectangles (rows, cols), each either wholly visible or causal as the pair has it, that cover all visible."""
+    """Rectangles (rows, cols) that cover all visible: each as the pair takes it, or rows to be written out."""
     offset = mask.causal
+    if (mask.kinds - claims.masks) & _WRITTEN_OUT:
+        return _written_out(mask, q_len, k_len)
     if offset is None or claims.causal == "offset":
         return [(slice(0, q_len), slice(0, k_len))]
     first = max(-offset, 0)  # queries before it see nothing
@@ -142,15 +160,29 @@ def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
     return [*seen_by_all, (slice(first, q_len), slice(offset, k_len))]
 
 
+_WRITTEN_OUT = frozenset({"segments", "window"})
+
+
+def _written_out(mask: Mask, q_len: int, k_len: int) -> list[Block]:
+    """Blocks of rows, each with the keys that a window or a causal limit leaves it."""
+    blocks = []
+    for rows in row_blocks(q_len):
+        first = 0 if mask.since is None else max(rows.start + mask.since, 0)
+        last = k_len if mask.causal is None else min(rows.stop + mask.causal, k_len)
+        if first < last:
+            blocks.append((rows, slice(first, last)))
+    return blocks
+
+
 def _whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
     return blocks == [(slice(0, q.shape[1]), slice(0, k.shape[1]))]
 
 
 def _forward_block(
-    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
 ) -> ForwardOut:
     live = live_rows(mask, q.shape[1], k.shape[1], q.device)
-    lowered = _lower(mask, k.shape[1], q.dtype, pair.claims)
+    lowered = _lower(mask, q, k, pair.claims)
     result = pair.forward(*_fit(pair.claims, q, k, v), lowered, rng, options)
     out, lse = result.out[..., : v.shape[-1]], result.lse
     if live is not None:
@@ -169,7 +201,7 @@ def _backward_block(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: object,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
@@ -183,12 +215,61 @@ def _backward_block(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(~live, 0.0)
     wide_q, wide_k, wide_v = _fit(claims, q, k, v)
     wide_grad, wide_out = (_inner(claims, _pad(x, wide_v.shape[-1])) for x in (grad_out, out))
-    lowered = _lower(mask, k.shape[1], q.dtype, claims)
+    lowered = _lower(mask, q, k, claims)
+    direct = grad_lse if claims.dlse else None
     grads = pair.backward(
-        wide_grad, grad_lse, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
+        wide_grad, direct, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
     )
+    if grad_lse is not None and not claims.dlse:
+        grads = _plus(grads, _through_lse(pair, grad_lse, q, k, v, lowered, lse, saved, options, wanted))
     dq, dk, dv = (_unfit(g, x) for g, x in zip(grads[:3], (q, k, v), strict=True))
     return Grads(dq, dk, dv, _unlower(grads.dbias, mask))
+
+
+def _through_lse(
+    pair: OpPair,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lowered: Mask,
+    lse: Tensor,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    """What a gradient g of lse adds, by one more call of the pair's own backward, as the kernel gives it (dv: nothing).
+
+    dS = P (dP - rowsum(grad_out out)) becomes P g with v = 0, grad_out the first unit vector and out = -g in its
+    column; in 16 bits g goes as its high and low part, over two columns, scaled by a power of two into their range.
+    lse knows nothing of dropout, nor does this call.
+    """
+    claims, columns, exponent = pair.claims, [grad_lse], None
+    if q.dtype != grad_lse.dtype:
+        exponent = torch.frexp(grad_lse.abs().amax()).exponent
+        scaled = torch.ldexp(grad_lse, -exponent)
+        high = scaled.to(q.dtype)
+        columns = [high, (scaled - high.to(scaled.dtype)).to(q.dtype)]
+    nothing = v.new_zeros(*v.shape[:3], max(v.shape[3], len(columns)))
+    wide_q, wide_k, wide_v = _fit(claims, q, k, nothing)
+    out = _inner(claims, _pad(-torch.stack(columns, -1).transpose(1, 2), wide_v.shape[-1]))
+    unit = out.new_zeros(out.shape[-1]).index_fill(0, torch.arange(len(columns), device=out.device), 1.0)
+    unit = torch.empty_like(out).copy_(unit)
+    options, wanted = replace(options, dropout_p=0.0), wanted._replace(v=False)
+    grads = pair.backward(unit, None, wide_q, wide_k, wide_v, lowered, out, lse, None, saved, options, wanted)
+    if exponent is None:
+        return grads
+    return Grads(*(None if g is None else torch.ldexp(g.to(lse.dtype), exponent) for g in grads))
+
+
+def _plus(a: Grads, b: Grads) -> Grads:
+    """Both in float32 (float64 for float64), as wide as `a`; rounded once more by whoever hands them out."""
+    return Grads(
+        *(
+            x if x is None or y is None else x.to(accumulate_dtype(x.dtype)) + y[..., : x.shape[-1]]
+            for x, y in zip(a, b, strict=True)
+        )
+    )
 
 
 def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,8 +296,10 @@ def _unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
 def _unlower(d_bias: Tensor | None, mask: Mask) -> Tensor | None:
     """Undo `_lower` for the gradient of a float mask: sum over the dims that the user's mask does not have."""
     bias = mask.bias
-    if d_bias is None or bias is None or d_bias.shape == bias.shape:
-        return d_bias
+    if d_bias is None or bias is None:
+        return None
+    if d_bias.shape == bias.shape:
+        return d_bias.to(bias.dtype)
     d_bias = d_bias.to(accumulate_dtype(d_bias.dtype))
     return (d_bias.sum((1, 2)) if bias.dim() == 2 else d_bias.sum_to_size(bias.shape)).to(bias.dtype)
 
@@ -229,19 +312,30 @@ def _inner(claims: Claims, x: Tensor) -> Tensor:
     return x if claims.any_strides or x.stride(-1) == 1 else x.contiguous()
 
 
-def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
-    """The mask in a form the pair takes: as it is, or all but its causal part as one additive bias."""
+def _lower(mask: Mask, q: Tensor, k: Tensor, claims: Claims) -> Mask:
+    """The mask in a form the pair takes: as it is, or its tensors as one additive bias, or all of it as one."""
+    k_len, dtype = k.shape[1], q.dtype
     wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
     takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
     takes_shape = mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides
-    if not (mask.kinds <= claims.masks and takes_bias and takes_shape):
-        bias = dense_bias(mask, wanted or accumulate_dtype(dtype))
+    written_out = not _takes_ends(mask, q.shape[1], k_len, claims)
+    if written_out or not (mask.kinds <= claims.masks and takes_bias and takes_shape):
+        to = wanted or accumulate_dtype(dtype)
+        bias = whole_bias(mask, to, q.shape[1], k_len, q.device) if written_out else dense_bias(mask, to)
         if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
             bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
-        mask = Mask(dense=bias, causal=mask.causal)
+        mask = Mask(dense=bias) if written_out else replace(mask, dense=bias, key_keep=None, key_bias=None)
     if mask.dense is None or mask.dense.dtype == torch.bool or claims.bias_multiple == 1:
         return mask
     return replace(mask, dense=_aligned(mask.dense, claims.bias_multiple))
+
+
+def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
+    """Whether the pair takes the segments, the window and the causal offset of a block; else they are written out."""
+    if (mask.kinds - claims.masks) & _WRITTEN_OUT:
+        return False
+    own = {"offset": mask.causal, "top_left": 0, "bottom_right": k_len - q_len, "none": None}[claims.causal]
+    return mask.causal is None or mask.causal == own
 
 
 def _aligned(bias: Tensor, multiple: int) -> Tensor:

@@ -50,7 +50,10 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of one call, in the layouts of contract.py. dropout: the drawn mask (B, H, Sq, Sk), or None."""
+    """The tensors of one call, in the layouts of contract.py.
+
+    rng: the random state of dropout; dropout: the mask (B, H, Sq, Sk) that the pair draws for it (drawn.py), or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -61,6 +64,7 @@ class Inputs:
     grad_lse: Tensor | None = None
     wanted: Wanted = Wanted(True, True, True)
     dropout: Tensor | None = None
+    rng: Tensor | None = None
 
 
 def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True) -> Inputs:
