@@ -124,6 +124,8 @@ def build_mask(
     attn_mask: object, is_causal: bool, q: Tensor, k: Tensor, check: Checker, sharded: bool
 ) -> tuple[Mask, frozenset[str], Bounds]:
     """All that was passed as one Mask, the causal alignments asked for (empty = not causal), and the window's ends."""
+    if attn_mask is None and not is_causal:
+        return _NO_MASK
     joined = _Joined(q, k, check, sharded)
     if is_causal:
         joined.alignments.add("top_left")
@@ -141,6 +143,9 @@ def build_mask(
         since if since is None else max(min(since, k_len), -q_len),
     )  # fmt: skip
     return mask, frozenset(joined.alignments), (since, upto)
+
+
+_NO_MASK: tuple[Mask, frozenset[str], Bounds] = (Mask(), frozenset(), (None, None))
 
 
 class _Joined:
@@ -194,10 +199,10 @@ class _Joined:
 
 def _cast(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
-    to = autocast_dtype(q.device.type)
-    if bias is None or to is None or q.dtype != to or bias.dtype in (torch.bool, torch.float64, to):
+    if bias is None or bias.dtype in (torch.bool, torch.float64):
         return bias
-    return _narrowed(bias, to)
+    to = autocast_dtype(q.device.type)
+    return bias if to is None or q.dtype != to else _narrowed(bias, to)
 
 
 def _in_range(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -26,6 +26,7 @@ HEADS = (
     Case("gqa-narrow-values-causal", 19, 19, heads=4, kv_heads=2, head_dim=24, value_dim=9, causal=0),
     Case("one-channel", 12, 12, head_dim=1),
     Case("odd-channels", 20, 24, head_dim=37),
+    Case("few-channels", 20, 24, head_dim=5, value_dim=11),
     Case("many-channels", 20, 24, head_dim=128),
     Case("three-samples-one-head", 20, 24, batch=3, heads=1),
 )
