@@ -125,6 +125,7 @@ PLACES = (
 )
 DEEPER = (
     Case("softcap", 17, 33, values="peaked", softcap=3.0),
+    Case("softcap-saturated", 17, 33, values="peaked", softcap=0.4),
     Case("softcap-masked", 20, 20, mask="float:hqk+keep_ragged", causal=0, softcap=2.0),
     Case("dropout", 17, 33, dropout=0.3, splits=False),
     Case("dropout-gqa-masked", 20, 20, mask="float:hqk", causal=1, heads=4, kv_heads=2, dropout=0.5, splits=False),
