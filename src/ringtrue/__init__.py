@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors, integrations
+from . import errors, integrations, optional
 from .api import Explanation, Support, attention, attention_backend, backends, current_backend, explain, op_pair
 from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
 from .errors import (
@@ -57,4 +57,5 @@ __all__ = [
     "explain",
     "integrations",
     "op_pair",
+    "optional",
 ]

@@ -1,0 +1,154 @@
+"""`ringtrue explain`: which backend would run a call, and every reason against each other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+import ringtrue as rt
+
+from .options import DTYPES, bshd, one_of, shape
+from .output import as_json, reason, say
+
+NOTHING = 1
+MASKS = ("bool", "float", "key_padding", "key_bias")
+INPUTS = ("q", "k", "v", "mask")
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs without memory behind them (on torch's "meta" device): choosing looks at sizes, dtypes and flags only."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+
+
+def explain(
+    query: Annotated[str, typer.Option(help="Shape of the query, B,S,H,D.")] = "1,4608,24,128",
+    key: Annotated[str, typer.Option(help="Shape of the key; default: the query's.")] = "",
+    value: Annotated[str, typer.Option(help="Shape of the value; default: the key's.")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Any kind of device, also one that is not here.")] = "cpu",
+    layout: Annotated[str, typer.Option(help="bshd or bhsd.")] = "bshd",
+    mask: Annotated[str, typer.Option(help=", ".join(MASKS) + ".")] = "",
+    mask_shape: Annotated[str, typer.Option(help="Of a bool or float mask; default: Sq,Sk.")] = "",
+    causal: Annotated[bool, typer.Option("--causal", help="is_causal=True.")] = False,
+    bottom_right: Annotated[bool, typer.Option("--bottom-right", help='Causal("bottom_right").')] = False,
+    requires_grad: Annotated[str, typer.Option(help="Any of q, k, v, mask, joined by commas.")] = "",
+    return_lse: Annotated[bool, typer.Option("--return-lse")] = False,
+    gqa: Annotated[bool, typer.Option("--gqa", help="enable_gqa=True.")] = False,
+    dropout: Annotated[float, typer.Option(help="dropout_p.")] = 0.0,
+    softcap: Annotated[float, typer.Option()] = 0.0,
+    scale: Annotated[float | None, typer.Option(help="Default: 1/sqrt(D).")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    backend: Annotated[str, typer.Option(help="A name of ringtrue.backends(), or auto.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+) -> None:
+    """Say which backend would run a call, and every reason against each other one; runs no kernel, needs no GPU.
+
+    Exit 0: a backend would run. 1: none would, or not the one that was named. 2: bad usage.
+    """
+    wanted = _wanted(requires_grad)
+    shapes = _shapes(query, key, value, layout)
+    tensors = _tensors(shapes, dtype, mask, mask_shape, wanted, bottom_right)
+    arguments: dict[str, Any] = {
+        "layout": layout, "is_causal": causal, "return_lse": return_lse, "enable_gqa": gqa, "dropout_p": dropout,
+        "softcap": softcap, "scale": scale, "deterministic": deterministic or None, "backend": backend,
+    }  # fmt: skip
+    found: rt.Explanation | str
+    try:
+        found = rt.explain(
+            tensors.query, tensors.key, tensors.value, tensors.mask, parallel=False, device=device, **arguments
+        )
+    except rt.ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    except rt.UnsupportedError as error:
+        found = str(error)
+    if json:
+        typer.echo(as_json(as_dict(found, device)))
+    else:
+        show(found, device, backend, Console(soft_wrap=False))
+    runs = isinstance(found, rt.Explanation) and found.backend is not None
+    raise typer.Exit(0 if runs else NOTHING)
+
+
+def show(found: rt.Explanation | str, device: str, asked: str, console: Console) -> None:
+    """The call, the answer, then a backend a paragraph with a reason a line."""
+    if isinstance(found, str):
+        say(console, Text.assemble(("refused", "bold red"), f" before anything is chosen: {found}"))
+        return
+    say(console, f"{found.call} on {device}")
+    answer = (found.backend, "bold green") if found.backend else ("nothing", "bold red")
+    say(console, Text.assemble("would run: ", answer, f" (asked for: {asked})"))
+    if device == "cuda" and not torch.cuda.is_available():
+        say(console, "This machine has no CUDA device: what depends on the GPU and its libraries is judged from here.")
+    for name, reasons in found.reasons.items():
+        if name == found.backend:
+            continue
+        say(console, Text.assemble("\n", (name, "bold"), ": " + ("could run too" if not reasons else "cannot")))
+        for why in reasons:
+            say(console, f"  {why}")
+
+
+def as_dict(found: rt.Explanation | str, device: str) -> dict[str, Any]:
+    """The same as plain values; `refused` is the error of a call that no backend was asked about."""
+    if isinstance(found, str):
+        return {"device": device, "backend": None, "refused": found, "reasons": {}}
+    reasons = {name: [reason(why) for why in against] for name, against in found.reasons.items()}
+    return {"call": found.call, "device": device, "backend": found.backend, "refused": None, "reasons": reasons}
+
+
+def _wanted(text: str) -> tuple[str, ...]:
+    return tuple(one_of("--requires-grad", part.strip(), INPUTS) for part in text.split(",") if part.strip())
+
+
+Shape = tuple[int, int, int, int]
+
+
+def _shapes(query: str, key: str, value: str, layout: str) -> dict[str, Shape]:
+    one_of("--layout", layout, ("bshd", "bhsd"))
+    q = bshd("--query", query)
+    k = bshd("--key", key) if key else q
+    v = bshd("--value", value) if value else k
+    lengths = 1 if layout == "bshd" else 2
+    return {"q": q, "k": k, "v": v, "lengths": (q[0], q[lengths], k[0], k[lengths])}
+
+
+def _tensors(
+    shapes: dict[str, Shape], dtype: str, mask: str, mask_shape: str, wanted: tuple[str, ...], bottom_right: bool
+) -> Tensors:
+    kind = getattr(torch, one_of("--dtype", dtype, DTYPES))
+    q, k, v = (torch.empty(shapes[n], dtype=kind, device="meta", requires_grad=n in wanted) for n in "qkv")
+    made = _mask(mask, mask_shape, shapes["lengths"], kind, "mask" in wanted)
+    if bottom_right:
+        corner = rt.Causal("bottom_right")
+        made = corner if made is None else corner & made
+    return Tensors(q, k, v, made)
+
+
+def _mask(kind: str, mask_shape: str, lengths: Shape, dtype: torch.dtype, grad: bool) -> Any:
+    """The mask that was described, or None; a bool one cannot require grad, nor one that is not there."""
+    if kind:
+        one_of("--mask", kind, MASKS)
+    if grad and kind not in ("float", "key_bias"):
+        raise typer.BadParameter("only a float or key_bias mask can require grad", param_hint="--requires-grad")
+    if mask_shape and kind not in ("bool", "float"):
+        raise typer.BadParameter("belongs to --mask bool or float", param_hint="--mask-shape")
+    _, q_len, batch, k_len = lengths
+    rows = shape("--mask-shape", mask_shape) if mask_shape else (q_len, k_len)
+    made = {
+        "": lambda: None,
+        "bool": lambda: torch.empty(rows, dtype=torch.bool, device="meta"),
+        "float": lambda: torch.empty(rows, dtype=dtype, device="meta", requires_grad=grad),
+        "key_padding": lambda: rt.KeyPadding(torch.empty((batch, k_len), dtype=torch.bool, device="meta")),
+        "key_bias": lambda: rt.KeyBias(torch.empty((batch, k_len), dtype=dtype, device="meta", requires_grad=grad)),
+    }
+    return made[kind]()
