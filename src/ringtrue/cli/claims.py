@@ -23,6 +23,7 @@ MASKS = {
     "window": "Window",
 }
 CAUSAL = {"none": "no", "top_left": "top left", "bottom_right": "bottom right", "offset": "any alignment"}
+ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _rows() -> list[tuple[str, Read]]:
         "dlse": ("gradient of the log-sum-exp", lambda c: _said(c.dlse)),
         "backward_from_lse": ("context parallelism", lambda c: "Ulysses, Ring" if _rings(c) else "Ulysses"),
         "deterministic": ("deterministic backward", lambda c: _said(c.deterministic)),
-        "arithmetic": ("arithmetic", lambda c: c.arithmetic),
+        "arithmetic": ("softmax weights kept in", lambda c: ARITHMETIC.get(str(c.arithmetic), str(c.arithmetic))),
         "options": ("backend_options", lambda c: _joined(c.options, {})),
     }
     hidden = {"bias_dtype", "any_strides"}
