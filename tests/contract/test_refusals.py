@@ -111,7 +111,7 @@ def test_every_claim_has_its_refusal() -> None:
 
 @pytest.mark.parametrize("claim", BEYOND)
 def test_each_limit_is_tried_and_can_be_seen_to_fail(claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair with this limit alone is refused all that is beyond it; where choosing drops the reason, its kernel runs."""
+    """A pair with this one limit is refused what is beyond it; where choosing drops the reason, its kernel runs."""
     code, beyond = BEYOND[claim]
     pair = unreachable("narrow", **{claim: getattr(NARROWEST, claim)})
     found = beyond(widened(pair.claims))
