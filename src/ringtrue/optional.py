@@ -63,8 +63,11 @@ def why_not(package: Package) -> Reason | None:
             for part in attribute.split("."):
                 where = getattr(where, part)
     except (Exception, SystemExit) as error:  # another project's code ran: it may raise anything
-        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, package.module) and not version:
-            return Reason("package-missing", f"{name} is not installed", package.module, "absent", package.install)
+        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, package.module):
+            seen = f"{name} {version} without it" if version else "absent"
+            return Reason(
+                "package-missing", f"{package.module} is not installed", package.module, seen, package.install
+            )
         said = (str(error).strip().splitlines() or [""])[0]
         return _broken(package, f"{name} cannot be imported: {type(error).__name__}: {said}", version)
     return None

@@ -77,10 +77,13 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
 }
 NOT_REFUSED = {
     "bias_dtype": "the edge converts the mask",
+    "bias_multiple": "the edge copies the mask",
+    "head_dim_multiple": "the edge pads",
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",
     "any_strides": "the edge makes it contiguous",
     "dlse": "known only in backward, when somebody asks for it: an error there",
+    "double_backward": "known only in the backward of backward: an error there",
     "arithmetic": "says how it computes, not what it takes",
 }
 NARROWEST = Claims(
@@ -107,6 +110,10 @@ def test_every_claim_has_its_refusal() -> None:
     """A new field of Claims comes with a call beyond it, or with why there is none."""
     assert {field.name for field in dataclasses.fields(Claims)} == BEYOND.keys() | NOT_REFUSED.keys()
     assert not BEYOND.keys() & NOT_REFUSED.keys()
+
+
+def test_every_kind_of_mask_is_tried() -> None:
+    assert {kind for b in REGISTRY for pair in b.pairs.values() for kind in widened(pair.claims).masks} == MASKS.keys()
 
 
 @pytest.mark.parametrize("claim", BEYOND)

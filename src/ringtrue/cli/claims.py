@@ -86,10 +86,14 @@ def _rows() -> list[tuple[str, Read]]:
         "arithmetic": ("softmax weights kept in", lambda c: ARITHMETIC.get(str(c.arithmetic), str(c.arithmetic))),
         "options": ("backend_options", lambda c: _joined(c.options, {})),
     }
-    hidden = {"bias_dtype", "any_strides"}
-    others = [name for name in fields if name not in known and name not in hidden]
+    others = [name for name in fields if name not in known and not _made_alike(name)]
     generic = {name: (name.replace("_", " "), lambda c, name=name: _said(getattr(c, name))) for name in others}
     return [*known.values(), *generic.values()]
+
+
+def _made_alike(field: str) -> bool:
+    """Whether the edge makes every pair the same in this: dtype of a bias, strides, widths in multiples of 8."""
+    return field in ("bias_dtype", "any_strides") or field.endswith("_multiple")
 
 
 def _rings(claims: rt.Claims) -> bool:
