@@ -30,8 +30,8 @@ def show(supports: tuple[rt.Support, ...], console: Console) -> None:
     """A table with a column a backend and device, best first, then why some cannot run here."""
     columns = claims.columns(supports)
     grid = table("", *(f"{column.name}\n{column.devices[0]}" for column in columns))
-    for column in grid.columns[1:]:
-        column.no_wrap, column.justify, column.overflow = False, "left", "fold"
+    for column, shown in zip(grid.columns[1:], columns, strict=True):
+        column.no_wrap, column.justify, column.overflow, column.min_width = False, "left", "fold", len(shown.name)
     here = (Text("no", "yellow") if c.supports[0].unavailable else Text("yes", "green") for c in columns)
     grid.add_row("can run here", *here)
     for index, question in enumerate(claims.rows()):
