@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import sdpa_kernel
 
 import ringtrue as rt
 from ringtrue.bench import overhead, pair
@@ -58,7 +59,9 @@ def test_pair(device: str) -> None:
 def test_both_sides_of_a_pair_compute_the_same(device: str) -> None:
     q, k, v = (torch.randn(SHAPE, dtype=DTYPE[device], device=device) for _ in range(3))
     for name in able(device):
-        torch.testing.assert_close(pair._ours(name, q, k, v), pair._through_torch(name, q, k, v), rtol=0.02, atol=0.02)
+        with sdpa_kernel([pair.TORCH[name]]):
+            theirs = pair.sdpa(q, k, v)
+        torch.testing.assert_close(rt.attention(q, k, v, backend=name), theirs, rtol=0.02, atol=0.02)
 
 
 def test_all_ways_of_overhead_compute_the_same() -> None:

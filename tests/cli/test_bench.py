@@ -58,7 +58,7 @@ def test_a_call_that_a_side_cannot_take_is_told(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object) -> None:
         raise RuntimeError("No available kernel.")
 
-    monkeypatch.setattr(pair, "_through_torch", refuse)
+    monkeypatch.setattr(pair, "sdpa", refuse)
     code, out = bench("pair", *TINY)
     assert code == 3
     assert "not measured: RuntimeError: No available kernel." in out

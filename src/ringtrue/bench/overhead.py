@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import ringtrue as rt
 
+from .pair import sdpa
 from .timing import Times, Work, in_turn
 
 SHAPE = (1, 16, 4, 32)
@@ -65,7 +65,7 @@ def _ways(with_dispatcher: bool) -> dict[str, Attention]:
     """From the kernel outwards; all take and give (B, S, H, D)."""
     ways: dict[str, Attention] = {
         "the aten op": _aten,
-        "F.sdpa": _sdpa,
+        "F.sdpa": sdpa,
         "a bare autograd.Function": Bare.apply,
     }
     if with_dispatcher:
@@ -85,10 +85,6 @@ def _both(way: Attention, inputs: tuple[Tensor, ...], grad_out: Tensor) -> Work:
 
 def _aten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _flash(q, k, v)[0].transpose(1, 2)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
 class Bare(torch.autograd.Function):
