@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -19,16 +18,6 @@ from .output import as_json, reason, say
 NOTHING = 1
 MASKS = ("bool", "float", "key_padding", "key_bias")
 INPUTS = ("q", "k", "v", "mask")
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Inputs without memory behind them (on torch's "meta" device): choosing looks at sizes, dtypes and flags only."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
 
 
 def explain(
@@ -56,18 +45,20 @@ def explain(
 
     Exit 0: a backend would run. 1: none would, or not the one that was named. 2: bad usage.
     """
-    wanted = _wanted(requires_grad)
-    shapes = _shapes(query, key, value, layout)
-    tensors = _tensors(shapes, dtype, mask, mask_shape, wanted, bottom_right)
+    wanted = tuple(one_of("--requires-grad", part.strip(), INPUTS) for part in requires_grad.split(",") if part.strip())
+    q, k, v = _tensors(query, key, value, dtype, wanted)
+    one_of("--layout", layout, ("bshd", "bhsd"))
+    made = _mask(mask, mask_shape, q, k, 1 if layout == "bshd" else 2, "mask" in wanted)
+    if bottom_right:
+        corner = rt.Causal("bottom_right")
+        made = corner if made is None else corner & made
     arguments: dict[str, Any] = {
         "layout": layout, "is_causal": causal, "return_lse": return_lse, "enable_gqa": gqa, "dropout_p": dropout,
         "softcap": softcap, "scale": scale, "deterministic": deterministic or None, "backend": backend,
     }  # fmt: skip
     found: rt.Explanation | str
     try:
-        found = rt.explain(
-            tensors.query, tensors.key, tensors.value, tensors.mask, parallel=False, device=device, **arguments
-        )
+        found = rt.explain(q, k, v, made, parallel=False, device=device, **arguments)
     except rt.ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     except rt.UnsupportedError as error:
@@ -106,49 +97,36 @@ def as_dict(found: rt.Explanation | str, device: str) -> dict[str, Any]:
     return {"call": found.call, "device": device, "backend": found.backend, "refused": None, "reasons": reasons}
 
 
-def _wanted(text: str) -> tuple[str, ...]:
-    return tuple(one_of("--requires-grad", part.strip(), INPUTS) for part in text.split(",") if part.strip())
-
-
-Shape = tuple[int, int, int, int]
-
-
-def _shapes(query: str, key: str, value: str, layout: str) -> dict[str, Shape]:
-    one_of("--layout", layout, ("bshd", "bhsd"))
-    q = bshd("--query", query)
-    k = bshd("--key", key) if key else q
-    v = bshd("--value", value) if value else k
-    lengths = 1 if layout == "bshd" else 2
-    return {"q": q, "k": k, "v": v, "lengths": (q[0], q[lengths], k[0], k[lengths])}
-
-
-def _tensors(
-    shapes: dict[str, Shape], dtype: str, mask: str, mask_shape: str, wanted: tuple[str, ...], bottom_right: bool
-) -> Tensors:
+def _tensors(query: str, key: str, value: str, dtype: str, wanted: tuple[str, ...]) -> list[Tensor]:
+    """q, k, v without memory behind them: choosing looks at sizes, dtypes and flags only."""
     kind = getattr(torch, one_of("--dtype", dtype, DTYPES))
-    q, k, v = (torch.empty(shapes[n], dtype=kind, device="meta", requires_grad=n in wanted) for n in "qkv")
-    made = _mask(mask, mask_shape, shapes["lengths"], kind, "mask" in wanted)
-    if bottom_right:
-        corner = rt.Causal("bottom_right")
-        made = corner if made is None else corner & made
-    return Tensors(q, k, v, made)
+    shapes = [bshd("--query", query)]
+    for option, text in (("--key", key), ("--value", value)):
+        shapes.append(bshd(option, text) if text else shapes[-1])
+    return [
+        torch.empty(sizes, dtype=kind, device="meta", requires_grad=name in wanted)
+        for name, sizes in zip("qkv", shapes, strict=True)
+    ]
 
 
-def _mask(kind: str, mask_shape: str, lengths: Shape, dtype: torch.dtype, grad: bool) -> Any:
-    """The mask that was described, or None; a bool one cannot require grad, nor one that is not there."""
+def _mask(kind: str, mask_shape: str, q: Tensor, k: Tensor, lengths: int, grad: bool) -> Any:
+    """The mask that was described, or None; `lengths` is the dim of q and k that holds them.
+
+    A bool mask cannot require grad, nor one that is not there.
+    """
     if kind:
         one_of("--mask", kind, MASKS)
     if grad and kind not in ("float", "key_bias"):
         raise typer.BadParameter("only a float or key_bias mask can require grad", param_hint="--requires-grad")
     if mask_shape and kind not in ("bool", "float"):
         raise typer.BadParameter("belongs to --mask bool or float", param_hint="--mask-shape")
-    _, q_len, batch, k_len = lengths
-    rows = shape("--mask-shape", mask_shape) if mask_shape else (q_len, k_len)
+    rows = shape("--mask-shape", mask_shape) if mask_shape else (q.shape[lengths], k.shape[lengths])
+    keys = (k.shape[0], k.shape[lengths])
     made = {
         "": lambda: None,
         "bool": lambda: torch.empty(rows, dtype=torch.bool, device="meta"),
-        "float": lambda: torch.empty(rows, dtype=dtype, device="meta", requires_grad=grad),
-        "key_padding": lambda: rt.KeyPadding(torch.empty((batch, k_len), dtype=torch.bool, device="meta")),
-        "key_bias": lambda: rt.KeyBias(torch.empty((batch, k_len), dtype=dtype, device="meta", requires_grad=grad)),
+        "float": lambda: torch.empty(rows, dtype=q.dtype, device="meta", requires_grad=grad),
+        "key_padding": lambda: rt.KeyPadding(torch.empty(keys, dtype=torch.bool, device="meta")),
+        "key_bias": lambda: rt.KeyBias(torch.empty(keys, dtype=q.dtype, device="meta", requires_grad=grad)),
     }
     return made[kind]()
