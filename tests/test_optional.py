@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import subprocess
@@ -23,7 +24,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Write a package under a name of its own and say what is needed of it; code None: a folder without code."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(code: str | None, *, installed: str = "", part: str = "", **needs: object) -> Package:
+    def make(code: str | None, *, installed: str = "", **needs: object) -> Package:
         name = f"fake_package_{next(_numbers)}"
         folder = tmp_path / name
         (folder / "cute").mkdir(parents=True)
@@ -34,7 +35,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             info = tmp_path / f"{name}-{installed}.dist-info"
             info.mkdir()
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {installed}\n")
-        return Package(name + part, INSTALL, **needs)  # type: ignore[arg-type]
+        importlib.invalidate_caches()  # a folder that was listed in the same tick of its clock would not be read again
+        return Package(name, INSTALL, **needs)  # type: ignore[arg-type]
 
     return make
 
