@@ -94,7 +94,7 @@ def test_a_mask_of_another_shape_that_requires_grad() -> None:
 
 
 def test_the_layout_and_both_causal_corners() -> None:
-    shapes = ["--layout", "bhsd", "--query", "1,4,6,8", "--key", "1,4,9,8", "--mask", "bool", "--bottom-right"]
+    shapes = ["--layout", "bhsd", "--query", "1,4,6,8", "--key", "1,4,9,8", "--mask", "bottom_right", "--mask", "bool"]
     code, found = data(*shapes)
     assert code == 0
     assert "Causal(alignment='bottom_right') & bool[6, 9]" in found["call"]
@@ -133,6 +133,7 @@ def test_what_is_refused_before_choosing(monkeypatch: pytest.MonkeyPatch) -> Non
         ("--dtype int8", "float32, bfloat16, float16, float64"),
         ("--layout sbhd", "bshd, bhsd"),
         ("--mask padding", "bool, float, key_padding, key_bias"),
+        ("--mask float --mask key_bias", "two float masks"),
         ("--mask bool --mask-shape 2,3", "attn_mask does not broadcast"),
         ("--mask key_bias --mask-shape 2,3", "belongs to --mask bool or float"),
         ("--requires-grad q,mask", "only a float or key_bias mask"),

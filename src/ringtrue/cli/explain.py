@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +19,7 @@ from .options import DTYPES, bshd, one_of, shape
 from .output import as_json, reason, say
 
 NOTHING = 1
-MASKS = ("bool", "float", "key_padding", "key_bias")
+MASKS = ("bool", "float", "key_padding", "key_bias", "bottom_right")
 INPUTS = ("q", "k", "v", "mask")
 
 
@@ -27,10 +30,11 @@ def explain(
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Any kind of device, also one that is not here.")] = "cpu",
     layout: Annotated[str, typer.Option(help="bshd or bhsd.")] = "bshd",
-    mask: Annotated[str, typer.Option(help=", ".join(MASKS) + ".")] = "",
+    mask: Annotated[
+        list[str] | None, typer.Option(help=", ".join(MASKS) + "; may be repeated: masks joined by &.")
+    ] = None,
     mask_shape: Annotated[str, typer.Option(help="Of a bool or float mask; default: Sq,Sk.")] = "",
     causal: Annotated[bool, typer.Option("--causal", help="is_causal=True.")] = False,
-    bottom_right: Annotated[bool, typer.Option("--bottom-right", help='Causal("bottom_right").')] = False,
     requires_grad: Annotated[str, typer.Option(help="Any of q, k, v, mask, joined by commas.")] = "",
     return_lse: Annotated[bool, typer.Option("--return-lse")] = False,
     gqa: Annotated[bool, typer.Option("--gqa", help="enable_gqa=True.")] = False,
@@ -47,18 +51,17 @@ def explain(
     """
     wanted = tuple(one_of("--requires-grad", part.strip(), INPUTS) for part in requires_grad.split(",") if part.strip())
     q, k, v = _tensors(query, key, value, dtype, wanted)
-    one_of("--layout", layout, ("bshd", "bhsd"))
-    made = _mask(mask, mask_shape, q, k, 1 if layout == "bshd" else 2, "mask" in wanted)
-    if bottom_right:
-        corner = rt.Causal("bottom_right")
-        made = corner if made is None else corner & made
+    lengths = 1 if one_of("--layout", layout, ("bshd", "bhsd")) == "bshd" else 2
+    _check_masks(mask or [], mask_shape, "mask" in wanted)
+    made = [_mask(kind, mask_shape, q, k, lengths, "mask" in wanted) for kind in mask or ()]
     arguments: dict[str, Any] = {
         "layout": layout, "is_causal": causal, "return_lse": return_lse, "enable_gqa": gqa, "dropout_p": dropout,
         "softcap": softcap, "scale": scale, "deterministic": deterministic or None, "backend": backend,
     }  # fmt: skip
     found: rt.Explanation | str
     try:
-        found = rt.explain(q, k, v, made, parallel=False, device=device, **arguments)
+        masks = functools.reduce(operator.and_, made[1:], made[0]) if made else None
+        found = rt.explain(q, k, v, masks, parallel=False, device=device, **arguments)
     except rt.ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     except rt.UnsupportedError as error:
@@ -109,24 +112,24 @@ def _tensors(query: str, key: str, value: str, dtype: str, wanted: tuple[str, ..
     ]
 
 
-def _mask(kind: str, mask_shape: str, q: Tensor, k: Tensor, lengths: int, grad: bool) -> Any:
-    """The mask that was described, or None; `lengths` is the dim of q and k that holds them.
-
-    A bool mask cannot require grad, nor one that is not there.
-    """
-    if kind:
+def _check_masks(kinds: list[str], mask_shape: str, grad: bool) -> None:
+    for kind in kinds:
         one_of("--mask", kind, MASKS)
-    if grad and kind not in ("float", "key_bias"):
+    if grad and not {"float", "key_bias"} & set(kinds):
         raise typer.BadParameter("only a float or key_bias mask can require grad", param_hint="--requires-grad")
-    if mask_shape and kind not in ("bool", "float"):
+    if mask_shape and not {"bool", "float"} & set(kinds):
         raise typer.BadParameter("belongs to --mask bool or float", param_hint="--mask-shape")
+
+
+def _mask(kind: str, mask_shape: str, q: Tensor, k: Tensor, lengths: int, grad: bool) -> Any:
+    """One mask of a kind of MASKS; `lengths` is the dim of q and k that holds them."""
     rows = shape("--mask-shape", mask_shape) if mask_shape else (q.shape[lengths], k.shape[lengths])
     keys = (k.shape[0], k.shape[lengths])
-    made = {
-        "": lambda: None,
-        "bool": lambda: torch.empty(rows, dtype=torch.bool, device="meta"),
-        "float": lambda: torch.empty(rows, dtype=q.dtype, device="meta", requires_grad=grad),
+    made: dict[str, Callable[[], Any]] = {
+        "bool": lambda: rt.Dense(torch.empty(rows, dtype=torch.bool, device="meta")),
+        "float": lambda: rt.Dense(torch.empty(rows, dtype=q.dtype, device="meta", requires_grad=grad)),
         "key_padding": lambda: rt.KeyPadding(torch.empty(keys, dtype=torch.bool, device="meta")),
         "key_bias": lambda: rt.KeyBias(torch.empty(keys, dtype=q.dtype, device="meta", requires_grad=grad)),
+        "bottom_right": lambda: rt.Causal("bottom_right"),
     }
     return made[kind]()
