@@ -23,6 +23,7 @@ MASKS = {
     "window": "Window",
 }
 CAUSAL = {"none": "no", "top_left": "top left", "bottom_right": "bottom right", "offset": "any alignment"}
+BIAS = {"any": "any float dtype", "input": "that of the inputs", "accumulate": "float32, or wider"}
 ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype"}
 
 
@@ -71,6 +72,7 @@ def _rows() -> list[tuple[str, Read]]:
     known: dict[str, tuple[str, Read]] = {
         "dtypes": ("dtypes", lambda c: ", ".join(_brief(d) for d in _by_size(c.dtypes))),
         "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
+        "bias_dtype": ("dtype of a float mask", lambda c: BIAS.get(str(c.bias_dtype), str(c.bias_dtype))),
         "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", lambda c: "any" if c.max_head_dim is None else f"up to {c.max_head_dim}"),
@@ -92,8 +94,8 @@ def _rows() -> list[tuple[str, Read]]:
 
 
 def _made_alike(field: str) -> bool:
-    """Whether the edge makes every pair the same in this: dtype of a bias, strides, widths in multiples of 8."""
-    return field in ("bias_dtype", "any_strides") or field.endswith("_multiple")
+    """Whether the edge makes every pair the same in this: strides, widths in multiples of 8."""
+    return field.startswith("any_") or field.endswith("_multiple")
 
 
 def _rings(claims: rt.Claims) -> bool:
