@@ -96,21 +96,33 @@ def test_a_name_that_is_loaded_when_it_is_looked_at(fake: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"),
-    [("1.9.9", False), ("2.0.0b1", False), ("2.0", True), ("2.9.1+cu128", True), ("3.0.0.dev1", False), ("3.0", False)],
+    ("version", "pre", "fits"),
+    [
+        ("1.9.9", False, False),
+        ("2.0.0b1", True, False),
+        ("2.0", False, True),
+        ("2.9.1+cu128", False, True),
+        ("2.9.1+b3", False, True),
+        ("2.1.0.dev0", False, False),
+        ("2.1rc1", False, False),
+        ("2.1.0b36", True, True),
+        ("3.0.0.dev1", True, False),
+        ("3.0", False, False),
+    ],
 )
 @pytest.mark.parametrize("where", ["metadata", "module"])
-def test_versions(version: str, fits: bool, where: str, fake: Make) -> None:
+def test_versions(version: str, pre: bool, fits: bool, where: str, fake: Make) -> None:
     if where == "metadata":
-        package = fake("", installed=version, at_least="2.0", below="3.0")
+        package = fake("", installed=version, at_least="2.0", below="3.0", pre=pre)
     else:
-        package = fake(f"__version__ = {version!r}", at_least="2.0", below="3.0")
+        package = fake(f"__version__ = {version!r}", at_least="2.0", below="3.0", pre=pre)
     reason = why_not(package)
     if fits:
         assert reason is None
     else:
         assert reason is not None
-        assert (reason.code, reason.limit, reason.value) == ("package-version", ">= 2.0, < 3.0", version)
+        limit = ">= 2.0, < 3.0" if pre else ">= 2.0, < 3.0, no pre-release"
+        assert (reason.code, reason.limit, reason.value) == ("package-version", limit, version)
 
 
 def test_a_wrong_release_is_not_imported(fake: Make) -> None:

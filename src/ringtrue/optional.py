@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from functools import cache
 from torch.torch_version import TorchVersion
 
 from .contract import Reason
+
+_PRE = re.compile(r"^[^+]*(a|b|rc|dev)\d")  # PEP 440; what follows a plus is no part of the release
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Package:
     distribution  its name for pip, where that is not the first part of `module`
     at_least      the first release that will do, "" = any
     below         the first release that will not, its pre-releases included, "" = none
+    pre           pre-releases between the two will do
     attributes    what the module must have, dotted below it; several packages load these only when they are looked at
     """
 
@@ -34,6 +38,7 @@ class Package:
     distribution: str = ""
     at_least: str = ""
     below: str = ""
+    pre: bool = False
     attributes: tuple[str, ...] = ()
 
 
@@ -74,16 +79,20 @@ def why_not(package: Package) -> Reason | None:
 
 
 def _within(package: Package, version: str) -> bool:
-    if not version:
-        return not (package.at_least or package.below)
+    if not (package.at_least or package.below):
+        return True
+    if not version or (_PRE.search(version) and not package.pre):
+        return False
     seen = TorchVersion(version)
     return seen >= (package.at_least or "0.dev0") and not (package.below and seen >= f"{package.below}.dev0")
 
 
 def _version(package: Package, name: str, seen: str) -> Reason:
     bounds = [f">= {package.at_least}"] * bool(package.at_least) + [f"< {package.below}"] * bool(package.below)
-    text = f"this release of {name} is not supported"
-    return Reason("package-version", text, ", ".join(bounds), seen or "it does not say", package.install)
+    limit = ", ".join(bounds) + ("" if package.pre else ", no pre-release")
+    return Reason(
+        "package-version", f"this release of {name} is not supported", limit, seen or "it does not say", package.install
+    )
 
 
 def _broken(package: Package, text: str, version: str) -> Reason:
