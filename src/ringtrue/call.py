@@ -88,6 +88,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Fac
         head_dim=q.shape[3],
         value_dim=v.shape[3],
         mask_kinds=mask.kinds,
+        bias_dtype=None if bias is None else bias.dtype,
         causal=mask.causal,
         wanted=Wanted(*(grad and x is not None and x.requires_grad for x in (q, k, v, bias))),
         mask_grad=bias is not None and bias.requires_grad,

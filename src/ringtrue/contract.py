@@ -142,7 +142,8 @@ class Claims:
     """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
 
     masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others if it takes dense_float
-    bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" or "any"
+    bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" (a mask
+                       that would be rounded to it is refused) or "any"
     bias_multiple      strides and start of a dense float mask are multiples of this, else `edge` copies it so
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
                        "none"; `edge` splits the others
@@ -214,6 +215,7 @@ class Facts:
     head_dim: int
     value_dim: int
     mask_kinds: frozenset[str] = frozenset()
+    bias_dtype: torch.dtype | None = None  # of the float mask
     causal: int | None = None
     wanted: Wanted = Wanted(False, False, False, False)
     mask_grad: bool = False  # the float mask requires grad, whatever the grad mode

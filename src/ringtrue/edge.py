@@ -103,7 +103,7 @@ def widened(claims: Claims) -> Claims:
         masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
     causal = claims.causal if claims.causal == "none" else "offset"
     return replace(
-        claims, masks=masks, bias_dtype="any", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
+        claims, masks=masks, bias_dtype="any" if claims.bias_dtype != "input" else "input", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
         value_dim=True, any_strides=True,
     )  # fmt: skip
 

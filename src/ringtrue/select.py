@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from functools import lru_cache
 
+import torch
+
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
 from .edge import edge, widened
@@ -41,6 +43,11 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     table = (
         (facts.dtype not in claims.dtypes, "dtype", "does not take it", _list(claims.dtypes), facts.dtype, "cast"),
         (bool(masks), "mask", "does not take this mask", _list(claims.masks), _list(masks), "choose another backend"),
+        (
+            claims.bias_dtype == "input" and _rounds(facts),
+            "mask-dtype", "would round the float mask", f"a mask that {facts.dtype} holds", facts.bias_dtype,
+            f"cast the mask to {facts.dtype} if its numbers may be rounded",
+        ),
         (
             facts.causal is not None and claims.causal == "none",
             "causal", "has no causal attention", "not causal", "causal", "choose another backend",
@@ -130,6 +137,11 @@ def refusal(name: str, trace: Trace, others: list[str], call: object) -> Unsuppo
     problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
     remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
+
+
+def _rounds(facts: Facts) -> bool:
+    """Whether a float mask in the inputs' dtype would be another mask."""
+    return facts.bias_dtype is not None and torch.promote_types(facts.bias_dtype, facts.dtype) != facts.dtype
 
 
 def _wanted(facts: Facts) -> str:

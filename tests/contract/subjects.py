@@ -74,7 +74,7 @@ def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
     facts = Facts(
         device=q.device.type, dtype=q.dtype, batch=q.shape[0], q_len=q.shape[1], k_len=k.shape[1], heads=q.shape[2],
         kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], mask_kinds=inputs.mask.kinds,
-        causal=inputs.mask.causal, wanted=inputs.wanted, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
+        bias_dtype=None if inputs.mask.bias is None else inputs.mask.bias.dtype, causal=inputs.mask.causal, wanted=inputs.wanted, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
     )  # fmt: skip
     return not reasons_against(pair.claims, facts) and (pair.claims.dlse or not case.grad_lse)
 
