@@ -16,7 +16,7 @@ from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
-from .edge import edge, widened
+from .edge import widened
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart
 
@@ -193,7 +193,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 raise ArgumentError(
                     message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
                 )
-            return edge(backend.pairs[device])
+            return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
 
 

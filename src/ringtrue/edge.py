@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -102,9 +103,10 @@ def widened(claims: Claims) -> Claims:
     if "dense_float" in masks:
         masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
     causal = claims.causal if claims.causal == "none" else "offset"
+    bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
-        claims, masks=masks, bias_dtype="any" if claims.bias_dtype != "input" else "input", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
-        value_dim=True, any_strides=True,
+        claims, masks=masks, bias_dtype=bias_dtype, causal=causal, head_dim_multiple=1, gqa=True, value_dim=True,
+        any_strides=True, stride_multiple=1,
     )  # fmt: skip
 
 
@@ -226,7 +228,18 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 
 def _inner(claims: Claims, x: Tensor) -> Tensor:
-    return x if claims.any_strides or x.stride(-1) == 1 else x.contiguous()
+    """x where the kernel can read it: itself, or a copy."""
+    if claims.any_strides:
+        return x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if _misplaced(x, claims.stride_multiple) else x
+
+
+def _misplaced(x: Tensor, multiple: int) -> bool:
+    """Whether x, or some row of it, starts between two multiples of `multiple` elements."""
+    return multiple > 1 and any(
+        start % multiple for start in (x.storage_offset(), *(x.stride(i) for i in range(3) if x.shape[i] > 1))
+    )
 
 
 def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
@@ -239,15 +252,10 @@ def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
         if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
             bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
         mask = Mask(dense=bias, causal=mask.causal)
-    if mask.dense is None or mask.dense.dtype == torch.bool or claims.bias_multiple == 1:
+    dense, multiple = mask.dense, claims.stride_multiple
+    if dense is None or dense.dtype == torch.bool or multiple == 1:
         return mask
-    return replace(mask, dense=_aligned(mask.dense, claims.bias_multiple))
-
-
-def _aligned(bias: Tensor, multiple: int) -> Tensor:
-    """A float mask whose rows start at multiples of `multiple` elements: itself, or a copy in wider storage."""
-    starts = (bias.storage_offset(), *(bias.stride(axis) for axis in range(3) if bias.shape[axis] > 1))
-    if bias.stride(-1) == 1 and not any(start % multiple for start in starts):
-        return bias
-    wide = bias.new_empty(*bias.shape[:-1], -(-bias.shape[-1] // multiple) * multiple)[..., : bias.shape[-1]]
-    return wide.copy_(bias)
+    if dense.stride(-1) == 1 and not _misplaced(dense, multiple):
+        return mask
+    row = -(-k_len // multiple) * multiple
+    return replace(mask, dense=dense.new_empty(*dense.shape[:-1], row)[..., :k_len].copy_(dense))

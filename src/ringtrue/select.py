@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from . import faults
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
 from .edge import edge, widened
@@ -97,6 +98,14 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
 Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
 
 
+def composed(backend: Backend, device: str) -> OpPair:
+    """The backend's pair for a device with what its known faults need and the edge around it."""
+    pair = backend.pairs[device]
+    others = (b.pairs[device] for b in REGISTRY if b is not backend and device in b.pairs and not b.unavailable(device))
+    exact = next((p for p in others if pair.claims.masks <= widened(p.claims).masks), None)
+    return edge(faults.mended(pair, device, None if exact is None else edge(exact)))
+
+
 def fitting(name: str, facts: Facts, call: object = "") -> tuple[Choice, ...]:
     """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
     choices, trace = survey(name, facts)
@@ -110,7 +119,7 @@ def survey(name: str, facts: Facts) -> tuple[tuple[Choice, ...], Trace]:
     """What `fitting` finds, and every reason against every backend; the same for the same facts."""
     trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
     chosen = among(name, facts, dict(trace))
-    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen), trace
+    return tuple(Choice(b.name, name, composed(b, facts.device), trace) for b in chosen), trace
 
 
 def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:

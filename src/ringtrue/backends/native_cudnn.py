@@ -1,8 +1,8 @@
 """cuDNN's fused attention through torch (aten::_scaled_dot_product_cudnn_attention).
 
-Seen on torch 2.11, cuDNN 9.19 and an H200: lse is (B, H, S, 1); causal is top-left; a float mask has q's dtype; GQA is
-taken directly; no gradient of a float mask. Its backward depends on what ran before it in the process: faults.py guards it.
-Dropout is not offered yet.
+Seen on torch 2.11, cuDNN 9.19 and an H200: lse is (B, H, S, 1); causal is top-left; a float mask has q's dtype; GQA and
+Dv != D are taken directly; no gradient of a float mask. Its backward depends on what ran before it in the process, and
+a single query is wrong: faults.py mends both. Dropout is not offered yet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from .pinned import moved
+from ._pinned import moved
 
 SCHEMAS = {
     "_scaled_dot_product_cudnn_attention": (
@@ -65,7 +65,7 @@ CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
     masks=frozenset({"dense_float"}),
     bias_dtype="input",
-    bias_multiple=8,
+    stride_multiple=8,
     causal="top_left",
     max_head_dim=128,
     head_dim_multiple=8,

@@ -1,8 +1,8 @@
-"""torch's memory-efficient attention on CUDA (aten::_scaled_dot_product_efficient_attention, from xformers' CUTLASS kernels).
+"""torch's memory-efficient attention on CUDA (aten::_scaled_dot_product_efficient_attention, once xformers' kernels).
 
-Seen on torch 2.11 and an H200: lse comes in rows of ceil(Sq / 32) * 32 with +inf in the padding, and goes back so; causal
-is top-left; a float mask has q's dtype, starts each row at a multiple of 8 elements and may be expanded, its gradient
-comes in full (B, H, Sq, Sk). No GQA. Dropout is not offered yet.
+Seen on torch 2.11 and an H200: lse comes in rows of ceil(Sq / 32) * 32 with +inf in the padding, and goes back so;
+causal is top-left; a float mask has q's dtype, starts each row at a multiple of 8 elements and may be expanded, its
+gradient comes in full (B, H, Sq, Sk). No GQA. Dropout is not offered yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from .pinned import moved
+from ._pinned import moved
 
 SCHEMAS = {
     "_scaled_dot_product_efficient_attention": (
@@ -72,7 +72,7 @@ CLAIMS = Claims(
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     masks=frozenset({"dense_float"}),
     bias_dtype="input",
-    bias_multiple=8,
+    stride_multiple=8,
     causal="top_left",
     head_dim_multiple=8,
     value_dim=True,

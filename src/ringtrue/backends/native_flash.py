@@ -1,14 +1,14 @@
 """torch's fused flash attention: FlashAttention-2 on CUDA (aten::_scaled_dot_product_flash_attention), and for CPUs.
 
-CUDA, seen on torch 2.11 and an H200: takes (B, H, S, D) as strides, GQA directly, no mask at all; causal is bottom-right;
-head dims are multiples of 8 up to 256, equal for keys and values; backward is deterministic only where torch's own switch
-says so, at the cost of time. Dropout is not offered yet.
+CUDA, seen on torch 2.11 and an H200: takes (B, H, S, D) as strides, GQA directly, no mask at all; causal is
+bottom-right; head dims are multiples of 8 up to 256, equal for keys and values. Dropout is not offered yet.
 
-CPU (aten::_scaled_dot_product_flash_attention_for_cpu), seen on torch 2.13: causal is top-left for any Sq and Sk; a float mask is taken in float32 with 16-bit inputs; with
-float64 inputs a float32 mask is read as float64 (silently wrong), hence `bias_dtype="accumulate"`. No GQA and no bool
-mask. Causal writes -inf before it scales (0 * -inf is NaN, -0.3 * -inf is +inf), hence `_positive`. The backward of
-16-bit inputs adds up dq over blocks of keys, dk and dv over blocks of queries, in 16 bits: errors grow with the root of
-the length, twice what is allowed at 65536 tokens, hence `_long`. A query of NaN may come back as 0 with lse 0.
+CPU (aten::_scaled_dot_product_flash_attention_for_cpu), seen on torch 2.13: causal is top-left for any Sq and Sk; a
+float mask is taken in float32 with 16-bit inputs; with float64 inputs a float32 mask is read as float64 (silently
+wrong), hence `bias_dtype="accumulate"`. No GQA and no bool mask. Causal writes -inf before it scales (0 * -inf is NaN,
+-0.3 * -inf is +inf), hence `_positive`. The backward of 16-bit inputs adds up dq over blocks of keys, dk and dv over
+blocks of queries, in 16 bits: errors grow with the root of the length, twice what is allowed at 65536 tokens, hence
+`_long`. A query of NaN may come back as 0 with lse 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from .pinned import moved
+from ._pinned import moved
 
 CPU_SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
@@ -141,6 +141,7 @@ CUDA_CLAIMS = Claims(
     max_head_dim=256,
     head_dim_multiple=8,
     gqa=True,
+    stride_multiple=8,
     deterministic=False,
     arithmetic="16-bit",
 )
