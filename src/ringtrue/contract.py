@@ -148,6 +148,7 @@ class Claims:
                        "none"; `edge` splits the others
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
+    any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
     stride_multiple    all other strides and the start, of a float mask too, are multiples of this many elements, else
                        `edge` copies (a kernel that loads 16 bytes at a time dies of a misaligned address)
@@ -165,6 +166,7 @@ class Claims:
     head_dim_multiple: int = 1
     gqa: bool = False
     value_dim: bool = False
+    any_scale: bool = True
     any_strides: bool = False
     stride_multiple: int = 1
     dropout: bool = False

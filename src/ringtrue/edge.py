@@ -106,7 +106,8 @@ def widened(claims: Claims) -> Claims:
     bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
         claims, masks=masks, bias_dtype=bias_dtype, causal=causal, head_dim_multiple=1, gqa=True, value_dim=True,
-        any_strides=True, stride_multiple=1,
+        any_scale=True, any_strides=True,
+        stride_multiple=1,
     )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def _forward_block(
 ) -> ForwardOut:
     live = live_rows(mask, q.shape[1], k.shape[1], q.device)
     lowered = _lower(mask, k.shape[1], q.dtype, pair.claims)
+    q, options, _ = _positive(pair.claims, q, options)
     result = pair.forward(*_fit(pair.claims, q, k, v), lowered, rng, options)
     out, lse = result.out[..., : v.shape[-1]], result.lse
     if live is not None:
@@ -183,14 +185,24 @@ def _backward_block(
         # out and lse are constants there, so an upstream inf or NaN must not reach dk and dv as 0 * inf
         grad_out = grad_out.masked_fill(~live.transpose(1, 2).unsqueeze(-1), 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(~live, 0.0)
-    wide_q, wide_k, wide_v = _fit(claims, q, k, v)
+    signed_q, options, sign = _positive(claims, q, options)
+    wide_q, wide_k, wide_v = _fit(claims, signed_q, k, v)
     wide_grad, wide_out = (_inner(claims, _pad(x, wide_v.shape[-1])) for x in (grad_out, out))
     lowered = _lower(mask, k.shape[1], q.dtype, claims)
     grads = pair.backward(
         wide_grad, grad_lse, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
     )
     dq, dk, dv = (_unfit(g, x) for g, x in zip(grads[:3], (q, k, v), strict=True))
-    return Grads(dq, dk, dv, _unlower(grads.dbias, mask))
+    return Grads(dq if dq is None or sign == 1 else sign * dq, dk, dv, _unlower(grads.dbias, mask))
+
+
+def _positive(claims: Claims, q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
+    """q and options with the scale's sign moved into q, where the kernel needs it; and that sign (-1, 0 or 1)."""
+    scale = options.scale
+    sign = (scale > 0) - (scale < 0)
+    if claims.any_scale or sign == 1:
+        return q, options, 1
+    return sign * q, replace(options, scale=abs(scale) or 1.0), sign
 
 
 def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,6 +71,7 @@ CLAIMS = Claims(
     head_dim_multiple=8,
     gqa=True,
     value_dim=True,
+    any_scale=False,
     deterministic=False,
     arithmetic="16-bit",
 )

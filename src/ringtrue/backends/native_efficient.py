@@ -2,7 +2,8 @@
 
 Seen on torch 2.11 and an H200: lse comes in rows of ceil(Sq / 32) * 32 with +inf in the padding, and goes back so;
 causal is top-left; a float mask has q's dtype, starts each row at a multiple of 8 elements and may be expanded, its
-gradient comes in full (B, H, Sq, Sk). No GQA. Dropout is not offered yet.
+gradient comes in full (B, H, Sq, Sk); backward takes an out whose heads are outermost for one whose tokens are. No GQA.
+Dropout is not offered yet.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def backward(
     unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
     padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf")).contiguous()
     grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *(x.transpose(1, 2) for x in (grad_out, q, k, v)), _bias(q, k, mask), out.transpose(1, 2), padded, unread,
-        unread, 0.0, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
+        *(x.transpose(1, 2) for x in (grad_out, q, k, v)), _bias(q, k, mask), out.contiguous().transpose(1, 2),
+        padded, unread, unread, 0.0, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) if w else None for x, w in zip(grads[:3], wanted[:3], strict=True))
     return Grads(dq, dk, dv, grads[3] if wanted.bias else None)

@@ -6,9 +6,9 @@ bottom-right; head dims are multiples of 8 up to 256, equal for keys and values.
 CPU (aten::_scaled_dot_product_flash_attention_for_cpu), seen on torch 2.13: causal is top-left for any Sq and Sk; a
 float mask is taken in float32 with 16-bit inputs; with float64 inputs a float32 mask is read as float64 (silently
 wrong), hence `bias_dtype="accumulate"`. No GQA and no bool mask. Causal writes -inf before it scales (0 * -inf is NaN,
--0.3 * -inf is +inf), hence `_positive`. The backward of 16-bit inputs adds up dq over blocks of keys, dk and dv over
-blocks of queries, in 16 bits: errors grow with the root of the length, twice what is allowed at 65536 tokens, hence
-`_long`. A query of NaN may come back as 0 with lse 0.
+-0.3 * -inf is +inf), hence `any_scale=False`. The backward of 16-bit inputs adds up dq over blocks of keys, dk and dv
+over blocks of queries, in 16 bits: errors grow with the root of the length, twice what is allowed at 65536 tokens,
+hence `_long`. A query of NaN may come back as 0 with lse 0.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def cuda_backward(
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel; it wants (B, H, S, D), which is the same memory with two strides swapped."""
-    q, scale, _ = _positive(q, options.scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, attn_mask=mask.dense, scale=scale
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, attn_mask=mask.dense, scale=options.scale
     )
     return ForwardOut(out.transpose(1, 2), lse)
 
@@ -104,7 +103,6 @@ def cpu_backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
-    q, scale, sign = _positive(q, options.scale)
     dtype = torch.float32 if _long(q, k) else q.dtype
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(x.transpose(1, 2).to(dtype) for x in (grad_out, q, k, v, out)),
@@ -112,16 +110,9 @@ def cpu_backward(
         0.0,
         mask.causal is not None,
         attn_mask=mask.dense,
-        scale=scale,
+        scale=options.scale,
     )
-    dq, dk, dv = (x.to(q.dtype).transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True))
-    return Grads(dq if dq is None or sign == 1 else sign * dq, dk, dv)
-
-
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """q and scale with the scale's sign moved into q, so that the scale is positive; and that sign (-1, 0 or 1)."""
-    sign = (scale > 0) - (scale < 0)
-    return (q, scale, 1) if sign == 1 else (sign * q, abs(scale) or 1.0, sign)
+    return Grads(*(x.to(q.dtype).transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
 
 
 def _long(q: Tensor, k: Tensor) -> bool:
@@ -133,6 +124,7 @@ CPU_CLAIMS = Claims(
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
     masks=frozenset({"dense_float"}),
     causal="top_left",
+    any_scale=False,
     arithmetic="16-bit",
 )
 CUDA_CLAIMS = Claims(
@@ -141,6 +133,7 @@ CUDA_CLAIMS = Claims(
     max_head_dim=256,
     head_dim_multiple=8,
     gqa=True,
+    any_scale=False,
     stride_multiple=8,
     deterministic=False,
     arithmetic="16-bit",
