@@ -34,6 +34,7 @@ KERNELS = {
     "keys apart": replace(POOREST, masks=frozenset({"dense_float", "key_keep", "key_bias"}), bias_dtype="accumulate"),
     "bools too": replace(POOREST, masks=frozenset({"dense_float", "dense_bool"}), gqa=True, bias_dtype="any"),
     "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, stride_multiple=8),
+    "in tiles": replace(POOREST, key_tile=2),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
     "everything": EVERYTHING,
 }
@@ -50,6 +51,7 @@ def comply(claims: Claims, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *outer: 
     assert mask.causal is None or mask.causal == {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1]}.get(
         claims.causal, mask.causal
     )
+    assert claims.key_tile is None or k.shape[1] % (2 * claims.key_tile) != claims.key_tile
     assert not any(x.shape[3] % claims.head_dim_multiple for x in (q, k, v, *outer))
     wanted = {"input": q.dtype, "accumulate": torch.float64 if q.dtype == torch.float64 else torch.float32}
     assert mask.bias is None or mask.bias.dtype == wanted.get(claims.bias_dtype, mask.bias.dtype)

@@ -106,7 +106,7 @@ def widened(claims: Claims) -> Claims:
     bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
         claims, masks=masks, bias_dtype=bias_dtype, causal=causal, head_dim_multiple=1, gqa=True, value_dim=True,
-        any_scale=True, any_strides=True,
+        key_tile=None, any_scale=True, any_strides=True,
         stride_multiple=1,
     )  # fmt: skip
 
@@ -130,19 +130,35 @@ def _reached(mask: Mask, k_len: int) -> Mask:
 
 def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
     """Rectangles (rows, cols), each either wholly visible or causal as the pair has it, that cover all visible."""
-    offset = mask.causal
+    blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)
+    tile = claims.key_tile
+    if tile is None or all((cols.stop - cols.start) % (2 * tile) != tile for _, cols in blocks):
+        return blocks
+    parts = []
+    for rows, cols in blocks:
+        cut = cols.stop - tile * 5 // 8 if (cols.stop - cols.start) % (2 * tile) == tile else cols.stop
+        for part in (slice(cols.start, cut), slice(cut, cols.stop)):
+            if part.start < part.stop:
+                parts += _causal_blocks(mask.at(rows, part).causal, rows, part, claims)
+    return parts
+
+
+def _causal_blocks(offset: int | None, rows: slice, cols: slice, claims: Claims) -> list[Block]:
+    """The blocks of a rectangle whose query i sees keys j <= i + offset, both counted from its corner."""
+    q_len, k_len = rows.stop - rows.start, cols.stop - cols.start
     if offset is None or claims.causal == "offset":
-        return [(slice(0, q_len), slice(0, k_len))]
+        return [(rows, cols)]
     first = max(-offset, 0)  # queries before it see nothing
     if first >= q_len:
         return []
     offset = max(offset, 0)
+    rows = slice(rows.start + first, rows.stop)
     if claims.causal == "bottom_right":  # the last query of a block must reach just its last key
-        last = min(q_len, first + k_len - offset)
-        whole = [(slice(last, q_len), slice(0, k_len))] if last < q_len else []
-        return [(slice(first, last), slice(0, last - first + offset)), *whole]
-    seen_by_all = [(slice(first, q_len), slice(0, offset))] if offset else []
-    return [*seen_by_all, (slice(first, q_len), slice(offset, k_len))]
+        last = rows.start + min(q_len - first, k_len - offset)
+        whole = [(slice(last, rows.stop), cols)] if last < rows.stop else []
+        return [(slice(rows.start, last), slice(cols.start, cols.start + last - rows.start + offset)), *whole]
+    seen_by_all = [(rows, slice(cols.start, cols.start + offset))] if offset else []
+    return [*seen_by_all, (rows, slice(cols.start + offset, cols.stop))]
 
 
 def _whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
