@@ -94,7 +94,8 @@ def _run(
         with context.refusing_together():
             call, choices = _prepare(query, key, value, backend, arguments, context)
         pair, anchored = context.plan(call, choices)
-    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
+    rng = calls.random_state() if call.facts.dropout else None
+    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
