@@ -41,7 +41,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "faults": frozenset({"contract", "errors", "masks"}),
     "kept": frozenset(),
-    "level": frozenset({"contract"}),
+    "level": frozenset({"contract", "masks"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),
     "optional": frozenset({"contract"}),

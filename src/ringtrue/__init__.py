@@ -16,7 +16,7 @@ from .errors import (
     ScopeError,
     UnsupportedError,
 )
-from .masks import Causal, Dense, KeyBias, KeyPadding
+from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
 from .parallel.context import ContextParallel
 
@@ -46,9 +46,11 @@ __all__ = [
     "Reason",
     "RingtrueError",
     "ScopeError",
+    "Segments",
     "Support",
     "UnsupportedError",
     "Wanted",
+    "Window",
     "attention",
     "attention_backend",
     "backends",

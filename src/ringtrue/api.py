@@ -16,7 +16,7 @@ from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
-from .edge import edge, widened
+from .edge import widened
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart
 
@@ -94,7 +94,8 @@ def _run(
         with context.refusing_together():
             call, choices = _prepare(query, key, value, backend, arguments, context)
         pair, anchored = context.plan(call, choices)
-    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
+    rng = calls.random_state() if call.facts.dropout else None
+    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
@@ -193,7 +194,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 raise ArgumentError(
                     message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
                 )
-            return edge(backend.pairs[device])
+            return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
 
 

@@ -23,7 +23,7 @@ from .truth import Quantities
 def whole(pair: OpPair, inputs: Inputs) -> Quantities:
     """One forward and one backward call of a pair."""
     x = inputs
-    result = pair.forward(x.q, x.k, x.v, x.mask, None, x.options)
+    result = pair.forward(x.q, x.k, x.v, x.mask, x.rng, x.options)
     held = (x.q, x.k, x.v) if pair.reads_inputs else (None, None, None)
     ends = (result.out, result.lse) if pair.reads_inputs else (None, None)
     grads = pair.backward(
