@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -297,11 +298,11 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused() -> None:
         ours.use(model, "auto")
 
 
-@pytest.mark.parametrize("version", ["0.41.9", "0.39.0", "0.43.0", "0.42.0.dev0"])
+@pytest.mark.parametrize("version", ["0.38.0", "0.43.0", "0.42.0.dev0", "1.39.0"])
 def test_other_releases_are_refused_by_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusers, "__version__", version)
     for call in (lambda: ours.parallelize(build(), config()), lambda: ours.use(build(), "auto")):
-        with pytest.raises(rt.UnsupportedError, match=rf"0\.42\.x[\s\S]*{version}"):
+        with pytest.raises(rt.UnsupportedError, match=rf"0\.39\.x to 0\.42\.x[\s\S]*{version}"):
             call()
 
 
@@ -309,6 +310,17 @@ def test_without_diffusers_the_error_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(rt.UnsupportedError, match=r"not installed[\s\S]*ringtrue\[diffusers\]"):
         ours.use(torch.nn.Linear(1, 1), "auto")
+
+
+@pytest.mark.parametrize("broken", ["models.attention_dispatch", "models._modeling_parallel"])
+def test_a_broken_diffusers_costs_only_its_own_calls(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that moved a name we need, and one that fails otherwise when it is loaded."""
+    monkeypatch.delitem(sys.modules, "ringtrue.integrations.diffusers.theirs", raising=False)
+    monkeypatch.delattr(ours, "theirs", raising=False)
+    monkeypatch.setitem(sys.modules, f"diffusers.{broken}", types.ModuleType("moved"))
+    for call in (lambda: ours.use(torch.nn.Linear(1, 1), "auto"), lambda: ours.undo(torch.nn.Linear(1, 1))):
+        with pytest.raises(rt.UnsupportedError, match=r"cannot be used[\s\S]*cannot import name"):
+            call()
 
 
 def test_double_and_unbound_are_refused() -> None:

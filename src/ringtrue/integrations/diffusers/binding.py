@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NoReturn
 
-from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_processor import Attention, MochiAttention
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -19,8 +17,7 @@ from . import entry
 from .hooks import Hooks, Kept
 from .models import ATTRIBUTE, Family, family_of
 from .plan import read_plan
-
-_ATTENTION = (AttentionModuleMixin, Attention, MochiAttention)
+from .theirs import ATTENTION
 
 
 @dataclass(eq=False)
@@ -153,7 +150,7 @@ def _bound(model: nn.Module) -> Binding | None:
 
 
 def _attention_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, _ATTENTION)]
+    return [module for module in model.modules() if isinstance(module, ATTENTION)]
 
 
 def _check_processors(model: nn.Module, family: Family, call: str, binding: Binding | None) -> None:

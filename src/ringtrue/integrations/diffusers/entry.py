@@ -13,10 +13,11 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
 import ringtrue as rt
+
+from .theirs import AttentionBackendName, Registry
 
 PREFIX = "_ringtrue_"
 _numbers = itertools.count(1)
@@ -57,8 +58,8 @@ def register(backend: str | rt.OpPair | None) -> AttentionBackendName:
     """A new registry entry that runs `backend` (None: the scope's choice); it lives as long as the returned name."""
     value = f"{PREFIX}{next(_numbers)}"
     label, name = _non_member(value), _non_member(value)
-    _AttentionBackendRegistry.register(label)(functools.partial(attend, backend))
-    arguments = _AttentionBackendRegistry._supported_arg_names
+    Registry.register(label)(functools.partial(attend, backend))
+    arguments = Registry._supported_arg_names
     arguments[label] = _AnyName(arguments[label])
     weakref.finalize(name, _forget, label).atexit = False
     return name
@@ -79,7 +80,7 @@ def _non_member(value: str) -> AttentionBackendName:
 
 def _forget(label: AttentionBackendName) -> None:
     for table in ("_backends", "_constraints", "_supported_arg_names"):
-        getattr(_AttentionBackendRegistry, table).pop(label, None)
+        getattr(Registry, table).pop(label, None)
 
 
 def attend(

@@ -10,7 +10,7 @@ from torch import nn
 
 import ringtrue as rt
 
-RELEASES = r"0\.42\.\d+"
+RELEASES = r"0\.(39|40|41|42)\.\d+"
 ATTRIBUTE = "_ringtrue"  # where a model keeps its binding
 
 
@@ -50,21 +50,29 @@ FAMILIES = (FLUX,)
 
 
 def require(call: str) -> None:
-    """UnsupportedError unless a diffusers release is installed that this package was written for."""
+    """UnsupportedError unless diffusers is installed, in a release that this package was run with, and can be used."""
     try:
         import diffusers
-    except ImportError as error:
+
+        version = str(diffusers.__version__)
+        if re.fullmatch(RELEASES, version):
+            from . import theirs  # noqa: F401
+    except Exception as error:  # a broken installation fails in any way it likes
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "diffusers"
         text = rt.errors.message(
-            "diffusers is not installed", call=f"{call}(...)", remedy="pip install 'ringtrue[diffusers]'"
+            "diffusers is not installed" if missing else "diffusers is installed, but cannot be used",
+            call=f"{call}(...)",
+            value="" if missing else f"{type(error).__name__}: {error}",
+            remedy="pip install 'ringtrue[diffusers]'",
         )
         raise rt.UnsupportedError(text) from error
-    if not re.fullmatch(RELEASES, diffusers.__version__):
+    if not re.fullmatch(RELEASES, version):
         text = rt.errors.message(
             "this release of diffusers is not supported",
             call=f"{call}(...)",
-            limit="0.42.x",
-            value=diffusers.__version__,
-            remedy="pip install 'diffusers>=0.42,<0.43'",
+            limit="0.39.x to 0.42.x",
+            value=version,
+            remedy="pip install 'diffusers>=0.39,<0.43'",
         )
         raise rt.UnsupportedError(text)
 
