@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 import ringtrue as rt
 
 from . import entry
+from .config import translated
 from .hooks import Hooks, Kept
 from .models import ATTRIBUTE, Family, family_of
 from .plan import read_plan
@@ -91,26 +92,28 @@ class Binding(Kept):
 
 def parallelize(
     model: nn.Module,
-    config: rt.ContextParallelConfig | rt.ContextParallel,
+    config: object,
     cp_plan: Mapping[str, Any] | None,
     backward: Literal["sum", "slice"],
+    check_inputs: int,
 ) -> rt.ContextParallel:
     family = family_of(model, "parallelize")
     binding = _bound(model)
     if binding is not None and binding.hooks is not None:
         _fail("this model is parallelized already", remedy="undo(model) first")
-    if not isinstance(config, (rt.ContextParallelConfig, rt.ContextParallel)):
-        limit = "ringtrue's ContextParallelConfig or ContextParallel"
-        _fail("config is not a configuration of ringtrue", limit=limit, value=type(config).__qualname__)
+    config = translated(config)
     if backward not in ("sum", "slice"):
         _fail("unknown gather_backward", limit='"sum" or "slice"', value=repr(backward))
+    if type(check_inputs) is not int or check_inputs < 0:
+        limit = "how many forwards compare their inputs: 0 (never), 1, 2, ..."
+        _fail("check_inputs is not a number of forwards", limit=limit, value=repr(check_inputs))
     _check_processors(model, family, "parallelize", binding)
     parts = read_plan(model, family, cp_plan)
     context = config if isinstance(config, rt.ContextParallel) else rt.ContextParallel(config)
     fresh = binding is None
     binding = Binding(model) if binding is None else binding
     try:
-        binding.hooks = Hooks(context, family, parts, backward, binding)
+        binding.hooks = Hooks(context, family, parts, backward, check_inputs, binding)
         binding.hooks.install(model, binding.handles)
         binding.mark()
     except BaseException:

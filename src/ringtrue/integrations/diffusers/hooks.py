@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import ringtrue as rt
 
-from . import masks
+from . import checksums, masks
 from .entry import Passed
 from .facts import facts_of
 from .models import Family
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What one rank brings to a forward: facts that must be equal everywhere, its own mask, the backend it chose."""
+    """What one rank brings to a forward: facts that must be equal everywhere, its own mask, the backend it chose, and
+    checksums of its inputs (None: not compared)."""
 
     same: Mapping[str, str]
     given: object
     keys: rt.KeyPadding | rt.KeyBias | None
     lengths: Mapping[str, tuple[int, ...]]
     backend: str | rt.OpPair
+    sums: Mapping[str, str] | None
 
 
 class Kept:
@@ -56,12 +58,14 @@ class Hooks(Kept):
         family: Family,
         parts: tuple[ModulePlan, ...],
         backward: Literal["sum", "slice"],
+        check_inputs: int,
         binding: Binding,
     ) -> None:
         self.context = context
         self.family = family
         self.parts = parts
         self.backward = backward
+        self.checks = check_inputs  # forwards that still compare the inputs of ranks
         self.binding = binding
         self.hooked: dict[str, nn.Module] = {}
         self.sizes: tuple[int, ...] | None = None
@@ -92,13 +96,16 @@ class Hooks(Kept):
     def before(self, root: ModulePlan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the model's forward: one header, then this rank's share of every input, and the plan for its calls."""
         named = root.named(args, kwargs)
+        self.checks, check = max(0, self.checks - 1), self.checks > 0
         try:
-            draft = self._draft(root, model, named)
+            draft = self._draft(root, model, named, check)
         except Exception as error:  # whatever it is: the other ranks wait for this rank's header
             with contextlib.suppress(rt.ParallelError):
                 self.context.agree("model forward", same={}, own={}, error=f"{type(error).__name__}: {error}")
             raise
-        headers = self.context.agree("model forward", same=draft.same, own={"mask": masks.kind_of(draft.keys)})
+        own = {"mask": masks.kind_of(draft.keys), "inputs": draft.sums}
+        headers = self.context.agree("model forward", same=draft.same, own=own)
+        checksums.compare([header.own["inputs"] for header in headers])
         kind = masks.common_kind([str(header.own["mask"]) for header in headers])
         tokens = tuple(map(sum, zip(*(draft.lengths[stream] for stream in self.family.streams), strict=True)))
         keys = draft.keys
@@ -154,7 +161,7 @@ class Hooks(Kept):
         given = {name: entry for name, entry in part.inputs.items() if named.get(name) is not None}
         return {name: split(named[name], entry, name, self.context) for name, entry in given.items()}
 
-    def _draft(self, root: ModulePlan, model: nn.Module, named: Mapping[str, Any]) -> Draft:
+    def _draft(self, root: ModulePlan, model: nn.Module, named: Mapping[str, Any], check_inputs: bool) -> Draft:
         self._check_intact(model)
         check_streams(named, self.family, root.inputs)
         for name, entry in root.inputs.items():
@@ -167,7 +174,9 @@ class Hooks(Kept):
         keys = masks.read(given, image.shape[0], sum(each[self.context.rank] for each in lengths.values()))
         backend = self.binding.backend or rt.current_backend()  # a recomputed call finds no scope
         asked = backend if isinstance(backend, str) else backend.name
-        return Draft({**facts_of(model, named, image.device), "backend": asked}, given, keys, lengths, backend)
+        same = {**facts_of(model, named, image.device), "backend": asked}
+        sums = checksums.of_inputs(named, self.family, image.device) if check_inputs else None
+        return Draft(same, given, keys, lengths, backend, sums)
 
     def _check_intact(self, model: nn.Module) -> None:
         """An error where something was changed since `parallelize` that would make numbers wrong, or ranks part."""
