@@ -13,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import ringtrue as rt
@@ -108,9 +109,18 @@ def attend(
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None, :]  # as diffusers' own native backend reads it
         out = rt.attention(query, key, value, attn_mask=mask, backend=backend, parallel=False, **arguments)
-    else:
-        passed = _checked(passed, attn_mask, is_causal, _parallel_config)
-        out = rt.attention(query, key, value, attn_mask=passed.keys, backend=backend, parallel=passed.call, **arguments)
+        assert isinstance(out, Tensor)
+        return out
+    passed = _checked(passed, attn_mask, is_causal, _parallel_config)
+    return _attend_together(query, key, value, passed, backend, arguments)
+
+
+@torch.compiler.disable(reason="ringtrue: ranks exchange in this attention call, do not use fullgraph=True")
+def _attend_together(
+    query: Tensor, key: Tensor, value: Tensor, passed: Passed, backend: Any, arguments: dict[str, Any]
+) -> Tensor:
+    """A call under the context of its forward. Eager also in compiled blocks, and all that it calls."""
+    out = rt.attention(query, key, value, attn_mask=passed.keys, backend=backend, parallel=passed.call, **arguments)
     assert isinstance(out, Tensor)
     return out
 

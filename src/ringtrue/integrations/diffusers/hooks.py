@@ -27,6 +27,8 @@ from .plan import ModulePlan, check, check_positions, check_streams, shares, spl
 if TYPE_CHECKING:
     from .binding import Binding
 
+_eager = torch.compiler.disable(reason="ringtrue: ranks exchange in this hook, do not use fullgraph=True")
+
 
 @dataclass(frozen=True, eq=False)
 class Draft:
@@ -93,6 +95,7 @@ class Hooks(Kept):
             if part.gathers:
                 handles.append(module.register_forward_hook(functools.partial(self.gather, part)))
 
+    @_eager
     def before(self, root: ModulePlan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the model's forward: one header, then this rank's share of every input, and the plan for its calls."""
         named = root.named(args, kwargs)
@@ -119,10 +122,12 @@ class Hooks(Kept):
         self.sizes = draft.lengths[self.family.output]
         return root.replaced(args, kwargs, changed)
 
+    @_eager
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After the model's forward, also one that failed."""
         self.sizes = None
 
+    @_eager
     def split(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward: this rank's share of its inputs."""
         named = part.named(args, kwargs)
@@ -131,6 +136,7 @@ class Hooks(Kept):
                 check(named[name], entry, f"{part.module}: {name}")
         return part.replaced(args, kwargs, self._shares(part, named))
 
+    @_eager
     def split_outputs(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After a module's forward: this rank's share of its outputs."""
         outputs = [output] if isinstance(output, Tensor) else list(output)
@@ -140,6 +146,7 @@ class Hooks(Kept):
             outputs[index] = split(outputs[index], entry, where, self.context)
         return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
+    @_eager
     def gather(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After a module's forward: its outputs whole on every rank. Outside the model's forward they stay local."""
         if self.sizes is None:
