@@ -34,7 +34,9 @@ def forward(model: torch.nn.Module, **changed: Any) -> torch.Tensor:
 
 
 def registry() -> tuple[Any, ...]:
-    """Everything that diffusers keeps about backends for the whole process."""
+    """Everything that diffusers keeps about backends for the whole process, without what is to be swept."""
+    if entries := sys.modules.get("ringtrue.integrations.diffusers.entry"):
+        entries.sweep()
     tables = (_AttentionBackendRegistry._backends, _AttentionBackendRegistry._constraints)
     names = (
         dict(_AttentionBackendRegistry._supported_arg_names),

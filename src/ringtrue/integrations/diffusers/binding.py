@@ -40,7 +40,7 @@ class Binding(Kept):
         self.choose(None)
 
     def choose(self, backend: str | rt.OpPair | None) -> None:
-        """Take another backend (None: the scope's), under another name; the old entry goes with its last user."""
+        """Take another backend (None: the scope's); the old entry goes with its last user."""
         self.backend = backend
         self.name = entry.register(backend)
 
@@ -146,6 +146,8 @@ def undo(model: nn.Module) -> None:
     binding.unhook()
     binding.unmark()
     del model.__dict__[ATTRIBUTE]
+    vars(binding).clear()  # its entry in diffusers' registry goes now, if nobody else holds it
+    entry.sweep()
 
 
 def _bound(model: nn.Module) -> Binding | None:
