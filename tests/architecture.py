@@ -31,7 +31,7 @@ CORE |= {"parallel", "scope", "select"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
-    "": CORE | {"integrations"},
+    "": CORE | {"integrations", "optional"},
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
@@ -41,12 +41,13 @@ ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "faults": frozenset({"contract", "errors", "masks"}),
     "kept": frozenset(),
-    "level": frozenset({"contract"}),
+    "level": frozenset({"contract", "masks"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),
+    "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "select": frozenset({"backends", "contract", "edge", "errors", "faults"}),
-    "backends": frozenset({"contract", "errors", "masks"}),
+    "backends": frozenset({"contract", "errors", "masks", "optional"}),
     "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 import ringtrue as rt
 from calls import EVERYTHING, HERE, assert_close, eager, like, qkv
 from calls import one_thread as one_thread
+from ringtrue import masks
 from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
 from ringtrue.edge import edge, widened
 from ringtrue.masks import allowed
@@ -28,12 +30,17 @@ POOREST = replace(
     gqa=False,
     value_dim=False,
     any_strides=False,
+    dlse=False,
 )
 KERNELS = {
     "poorest": POOREST,
     "keys apart": replace(POOREST, masks=frozenset({"dense_float", "key_keep", "key_bias"}), bias_dtype="accumulate"),
     "bools too": replace(POOREST, masks=frozenset({"dense_float", "dense_bool"}), gqa=True, bias_dtype="any"),
+    "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, stride_multiple=8),
+    "in tiles": replace(POOREST, key_tile=2),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
+    "windows too": replace(POOREST, masks=frozenset({"dense_float", "window"}), causal="offset", dlse=True),
+    "segments too": replace(POOREST, masks=frozenset({"dense_float", "segments"}), dlse=True),
     "everything": EVERYTHING,
 }
 
@@ -46,10 +53,19 @@ def comply(claims: Claims, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *outer: 
     assert claims.value_dim or q.shape[3] == v.shape[3]
     assert claims.any_strides or all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v, *outer))
     assert mask.kinds <= claims.masks
-    assert mask.causal is None or claims.causal == "offset" or mask.causal == 0
+    assert mask.causal is None or mask.causal == {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1]}.get(
+        claims.causal, mask.causal
+    )
+    assert claims.key_tile is None or k.shape[1] % (2 * claims.key_tile) != claims.key_tile
+    assert not any(x.shape[3] % claims.head_dim_multiple for x in (q, k, v, *outer))
     wanted = {"input": q.dtype, "accumulate": torch.float64 if q.dtype == torch.float64 else torch.float32}
     assert mask.bias is None or mask.bias.dtype == wanted.get(claims.bias_dtype, mask.bias.dtype)
     assert mask.dense is None or claims.any_strides or mask.dense.shape[-1] == k.shape[1]
+    if mask.dense is not None and mask.dense.dtype != torch.bool:
+        outer = (*outer, mask.dense)
+    for x in (q, k, v, *outer):
+        starts = (x.storage_offset(), *(x.stride(i) for i in range(3) if x.shape[i] > 1))
+        assert not any(start % claims.stride_multiple for start in starts)
 
 
 def scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -76,6 +92,7 @@ def picky(claims: Claims) -> OpPair:
     ) -> Grads:
         _, (length,), options, wanted = rest
         comply(claims, mask, q, k, v, g, out)
+        assert claims.dlse or g_lse is None
         assert length == k.shape[1]  # what was saved by this part of the keys, not by another
         weights = (scores(q, k, mask, options.scale) - lse.unsqueeze(-1)).exp()
         delta = torch.einsum("bqhd,bqhd->bhq", g, out) - (0 if g_lse is None else g_lse)
@@ -113,20 +130,28 @@ def a_call(draw: Any) -> tuple[tuple[Tensor, ...], Mask, Wanted]:
     kind = draw(st.sampled_from(["", "bool", "float"]))
     if kind == "float":
         dense = torch.randn(shape, generator=random).masked_fill(~dense, -math.inf)
+    segmented = draw(st.booleans())
     mask = Mask(
         dense if kind else None,
         torch.rand(2, k_len, generator=random) < 0.6 if draw(st.booleans()) else None,
         bias if kind != "float" and draw(st.booleans()) else None,
-        draw(st.none() | st.integers(-8, 8)),
+        *(torch.randint(3, (2, n), generator=random) if segmented else None for n in (q_len, k_len)),
+        causal=draw(st.none() | st.integers(-8, 8)),
+        since=draw(st.none() | st.integers(-8, 8)),
     )
     return tensors, mask, Wanted(*(draw(st.booleans()) for _ in "qkv"), mask.bias is not None)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(call=a_call())
-def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mask, Wanted]) -> None:
-    (q, k, v, g), mask, wanted = call
+@given(call=a_call(), block=st.sampled_from([2, 3, 1024]))
+def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mask, Wanted], block: int) -> None:
+    with mock.patch.object(masks, "BLOCK", block):  # rows of a window or of segments that are written out at a time
+        check(kernel, *call)
+
+
+def check(kernel: str, tensors: tuple[Tensor, ...], mask: Mask, wanted: Wanted) -> None:
+    q, k, v, g = tensors
     pair, options = edge(picky(KERNELS[kernel])), Options(scale=-0.4)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     bias = None if mask.bias is None else mask.bias.detach().double().requires_grad_()
@@ -134,6 +159,8 @@ def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mas
     for part in (mask.dense, None if mask.key_keep is None else mask.key_keep[:, None, None]):
         if part is not None and part.dtype == torch.bool:
             plain = plain.masked_fill(~part, -math.inf)
+    places = allowed(replace(mask, dense=None, key_keep=None, key_bias=None), q.shape[1], k.shape[1], q.device)
+    plain = plain if places is None else plain.masked_fill(~places, -math.inf)
     out, lse = eager(*leaves, plain, mask.causal, scale=-0.4)
     g_lse = like(lse)
     asked = [*leaves, *([] if bias is None else [bias])]
@@ -152,8 +179,9 @@ def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mas
 
 
 def test_what_edge_claims_is_what_any_kernel_gets() -> None:
-    every = replace(EVERYTHING, bias_dtype="any")
-    assert widened(POOREST) == edge(picky(POOREST)).claims == replace(every, dropout=True)
+    every = replace(EVERYTHING, bias_dtype=POOREST.bias_dtype)  # what a mask would be rounded to stays to be judged
+    assert widened(POOREST) == edge(picky(POOREST)).claims == every
+    assert not widened(replace(POOREST, backward_from_lse=False)).dlse
     nothing = widened(replace(POOREST, masks=frozenset(), causal="none", backward=False))
     assert (nothing.masks, nothing.causal, nothing.backward) == (frozenset(), "none", False)
     assert widened(nothing) == nothing
@@ -167,7 +195,7 @@ def test_both_functions_leave_their_arguments_alone_and_answer_twice_alike(backe
     q, k, v = qkv(6, 5)
     dense = torch.randn(2, 4, 6, 5).masked_fill(torch.rand(2, 4, 6, 5) < 0.3, -math.inf)
     dense[..., 0] = 0.0
-    mask = Mask(dense, None, None, None if not wrapped else 2)
+    mask = Mask(dense, causal=2 if wrapped else None)
     options, wanted = Options(0.3), Wanted(True, True, True)
     first = pair.forward(q, k, v, mask, None, options)
     rest = (mask, first.out, first.lse, first.rng, first.saved, options, wanted)

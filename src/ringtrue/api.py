@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,7 +16,7 @@ from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
-from .edge import edge, widened
+from .edge import widened
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart
 
@@ -94,7 +94,8 @@ def _run(
         with context.refusing_together():
             call, choices = _prepare(query, key, value, backend, arguments, context)
         pair, anchored = context.plan(call, choices)
-    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
+    rng = calls.random_state() if call.facts.dropout else None
+    return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
@@ -193,7 +194,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 raise ArgumentError(
                     message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
                 )
-            return edge(backend.pairs[device])
+            return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
 
 
@@ -220,17 +221,20 @@ def explain(
     *,
     backend: str | OpPair | None = None,
     parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
+    device: str | None = None,
     **arguments: object,
 ) -> Explanation:
     """What `attention` with the same arguments would choose, and why not the others; runs nothing.
 
     Under a context it tells what fits on this rank, and talks to no other; a call takes what fits on all of them.
+    `device` ("cuda") judges the call as one of tensors there; those passed may then be on "meta", without memory.
     """
     context = _context(parallel, query, key, value)
     asked = _asked(backend, query, key, value)
     sharded = context is not None
     call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
+    facts = facts if device is None else replace(facts, device=device)
     reasons = {b.name: select.reasons_for(b, facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)

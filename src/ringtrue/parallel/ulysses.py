@@ -73,7 +73,7 @@ def ulysses(
     `wanted` is what any rank wants. It keeps what backward needs in the exchanged layout.
     """
     op = _Ulysses(pair, comm, shares, q_lengths, k_lengths, wanted, mask_rows)
-    claims = replace(pair.claims, dlse=False, dbias=False)
+    claims = replace(pair.claims, dlse=False, dbias=False, double_backward=False)
     return replace(pair, forward=op.forward, backward=op.backward, claims=claims, reads_inputs=False)
 
 
@@ -211,7 +211,7 @@ class _Ulysses:
         elif dense is not None and dense.shape[1] > 1:
             dense = dense[:, self.mine.q]
         causal = None if mask.causal is None else mask.causal - sum(self.q_lengths[: self.comm.rank])
-        return Mask(dense, mask.key_keep, mask.key_bias, causal)
+        return Mask(dense, mask.key_keep, mask.key_bias, causal=causal)
 
     def _expand(self, x: Tensor) -> Tensor:
         """One key head per query head where the share's heads do not group evenly; they travelled compact."""

@@ -1,7 +1,7 @@
 """Everything that is taken from diffusers, private names included: the one file to look at when a release moves one.
 
 Imported in calls only (`models.require` first), so that a missing or broken diffusers costs nothing but itself. All
-names are the same in every release of `models.RELEASES`.
+names are the same in every release of `models.PACKAGE`.
 """
 
 from __future__ import annotations
