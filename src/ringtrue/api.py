@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -14,11 +15,12 @@ from torch import Tensor
 from . import autograd, scope, select
 from . import call as calls
 from .backends import REGISTRY
-from .checks import Described
+from .checks import Asks, Checker, Described
+from .compiled import Normalised, Operators, Plain
 from .contract import Backend, Choice, Claims, OpPair, Reason
 from .edge import edge, widened
 from .errors import ArgumentError, UnsupportedError, message
-from .masks import MaskPart
+from .masks import MaskPart, put_together
 
 if TYPE_CHECKING:
     from .parallel.context import ContextParallel, DeclaredCall
@@ -63,16 +65,13 @@ def attention(
     Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
     cannot be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
     """
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True")
-        )
     arguments = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
         "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
         "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
-    out, lse = _run(query, key, value, backend, parallel, arguments)
+    run = _run_compiled if torch.compiler.is_compiling() else _run
+    out, lse = run(query, key, value, backend, parallel, arguments)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
@@ -95,6 +94,68 @@ def _run(
             call, choices = _prepare(query, key, value, backend, arguments, context)
         pair, anchored = context.plan(call, choices)
     return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored)
+
+
+def _run_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str | OpPair | None,
+    parallel: object,
+    arguments: dict[str, object],
+) -> tuple[Tensor, Tensor]:
+    """The same for torch to trace: what no operator can be told is refused here, all else inside of the operators."""
+    if parallel or (parallel is None and scope.traced_context() is not None):
+        _not_compiled("a call under a context")
+    asked, outside = (backend, False) if backend is not None else scope.traced_backend()
+    if isinstance(asked, OpPair):
+        _not_compiled("a call whose backend is an OpPair")
+    asked = "" if asked is None else select.known(asked)
+    if arguments["deterministic"] is None:
+        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    check = Checker("", arguments["layout"])  # type: ignore[arg-type]  # torch cannot trace the description of a call
+    check.autocast(query)
+    check.flags(**{n: arguments[n] for n in ("is_causal", "enable_gqa", "return_lse", "deterministic")})
+    check.kinds(**{n: arguments[n] for n in ("dropout_p", "scale", "softcap")})
+    return OPERATORS(query, key, value, arguments, asked, outside, parallel is False)
+
+
+class _Rooms:
+    """What the operators need of the rooms above the bridge (compiled.Resolver)."""
+
+    def normalise(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain) -> calls.Call:
+        return calls.normalise(
+            q, k, v,
+            attn_mask=put_together(plain.mask, parts, plain.numbers),
+            dropout_p=plain.dropout_p,
+            is_causal=plain.is_causal,
+            scale=plain.scale,
+            enable_gqa=plain.enable_gqa,
+            softcap=plain.softcap,
+            return_lse=plain.return_lse,
+            layout=plain.layout,
+            deterministic=plain.deterministic,
+            backend_options=ast.literal_eval(plain.options),
+            asks=Asks(*plain.requires_grad, plain.grad_mode),
+        )  # fmt: skip
+
+    def choose(self, call: Normalised, plain: Plain, traced: bool) -> tuple[int, OpPair]:
+        if not traced and plain.outside:
+            scope.confirm_backend(plain.asked or None, call.text)
+        if not traced and not plain.alone:
+            scope.confirm_no_context(call.text)
+        choice = select.fitting(plain.asked or select.DEFAULT, call.facts, call.text, traced)[0]
+        return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend), choice.pair
+
+    def pair(self, chosen: int, call: Normalised) -> OpPair:
+        return edge(REGISTRY[chosen].pairs[call.facts.device])
+
+
+OPERATORS = Operators("ringtrue", _Rooms())
+
+
+def _not_compiled(what: str) -> NoReturn:
+    raise UnsupportedError(message(f"torch.compile of {what} is not supported yet", remedy="do not use fullgraph=True"))
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import Checker, Described, check_dense, check_keys
+from .checks import Asks, Checker, Described, check_dense, check_keys
 from .contract import Facts, Mask, Options, Wanted
 from .masks import Causal, Dense, KeyBias, KeyPadding, parts_of
 
@@ -47,13 +47,17 @@ def normalise(
     deterministic: bool | None = None,
     backend_options: dict[str, object] | None = None,
     sharded: bool = False,
+    asks: Asks | None = None,
 ) -> Call:
-    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story."""
+    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story.
+
+    `asks` says what requires grad where the tensors themselves cannot: inside an operator.
+    """
     text = Described(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         softcap=softcap, layout=layout,
     )  # fmt: skip
-    check = Checker(text, layout)
+    check = Checker(text, layout, asks)
     check.layout_and_tensors(q, k, v)
     check.flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse, deterministic=deterministic or False)
     if layout == "bhsd":
@@ -71,12 +75,12 @@ def normalise(
         return_lse=return_lse,
         extra=tuple(sorted((backend_options or {}).items(), key=lambda option: option[0])),
     )
-    return Call(q, k, v, mask, options, _facts(q, k, v, mask, options), alignments, text)
+    return Call(q, k, v, mask, options, _facts(q, k, v, mask, options, asks), alignments, text)
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Facts:
-    grad = torch.is_grad_enabled()
-    bias = mask.bias
+def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: Asks | None) -> Facts:
+    if asks is None:
+        asks = Asks(*(x is not None and x.requires_grad for x in (q, k, v, mask.bias)), torch.is_grad_enabled())
     return Facts(
         device=q.device.type,
         dtype=q.dtype,
@@ -89,8 +93,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Fac
         value_dim=v.shape[3],
         mask_kinds=mask.kinds,
         causal=mask.causal,
-        wanted=Wanted(*(grad and x is not None and x.requires_grad for x in (q, k, v, bias))),
-        mask_grad=bias is not None and bias.requires_grad,
+        wanted=Wanted(*(asks.grad_mode and x for x in asks[:4])),
+        mask_grad=asks.bias,
         dropout=options.dropout_p > 0,
         softcap=options.softcap > 0,
         deterministic=options.deterministic,

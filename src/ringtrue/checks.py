@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -50,12 +50,23 @@ def _brief(x: object) -> str:
     return f"a {type(x).__name__}"
 
 
+class Asks(NamedTuple):
+    """Which of q, k, v and the float mask require grad, and whether grad mode is on."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    grad_mode: bool
+
+
 @dataclass(frozen=True)
 class Checker:
     """The refusals of one call; each raises with the call, the limit, the value and a remedy."""
 
     text: object
     layout: str
+    asks: Asks | None = None  # None: the tensors say themselves
 
     def fail(
         self,
@@ -89,6 +100,9 @@ class Checker:
             self.fail(
                 "query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}"
             )
+        self.autocast(q)
+
+    def autocast(self, q: Tensor) -> None:
         if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
             self.fail(
                 "autocast is on, and this release does not cast for it",
@@ -123,6 +137,12 @@ class Checker:
         for name, flag in given.items():
             if not isinstance(flag, bool):
                 self.fail(f"{name} is not a bool", "True or False", _brief(flag), "a mask is passed as attn_mask")
+
+    def kinds(self, **given: object) -> None:
+        """That numbers are numbers; their values are looked at where they are known."""
+        for name, number in given.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+                self.fail(f"{name} is not a number", "a float", _brief(number))
 
     def numbers(self, dropout_p: object, scale: object, softcap: object, backend_options: object) -> None:
         if not _finite(dropout_p) or not 0.0 <= dropout_p < 1.0:
@@ -187,7 +207,9 @@ def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check:
             if per_sample
             else "a 2-D mask is (Sq, Sk); a key mask per sample is KeyPadding(bool (B, Sk))",
         )
-    if torch.is_grad_enabled() and four.requires_grad:
+    asks = check.asks
+    wants = torch.is_grad_enabled() and four.requires_grad if asks is None else asks.grad_mode and asks.bias
+    if wants and four.is_floating_point():
         return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times
         # on another rank it may be another row, and only all ranks together know the number of key columns

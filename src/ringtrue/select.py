@@ -90,9 +90,12 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
 Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
 
 
-def fitting(name: str, facts: Facts, call: object = "") -> tuple[Choice, ...]:
-    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
-    choices, trace = survey(name, facts)
+def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) -> tuple[Choice, ...]:
+    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError.
+
+    `traced`: the sizes may be symbols, which no cache can hold.
+    """
+    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts)
     if not choices:
         raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
     return choices
