@@ -33,6 +33,7 @@ KERNELS = {
     "poorest": POOREST,
     "keys apart": replace(POOREST, masks=frozenset({"dense_float", "key_keep", "key_bias"}), bias_dtype="accumulate"),
     "bools too": replace(POOREST, masks=frozenset({"dense_float", "dense_bool"}), gqa=True, bias_dtype="any"),
+    "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, bias_multiple=8),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
     "everything": EVERYTHING,
 }
@@ -46,10 +47,16 @@ def comply(claims: Claims, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *outer: 
     assert claims.value_dim or q.shape[3] == v.shape[3]
     assert claims.any_strides or all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v, *outer))
     assert mask.kinds <= claims.masks
-    assert mask.causal is None or claims.causal == "offset" or mask.causal == 0
+    assert mask.causal is None or mask.causal == {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1]}.get(
+        claims.causal, mask.causal
+    )
+    assert not any(x.shape[3] % claims.head_dim_multiple for x in (q, k, v, *outer))
     wanted = {"input": q.dtype, "accumulate": torch.float64 if q.dtype == torch.float64 else torch.float32}
     assert mask.bias is None or mask.bias.dtype == wanted.get(claims.bias_dtype, mask.bias.dtype)
     assert mask.dense is None or claims.any_strides or mask.dense.shape[-1] == k.shape[1]
+    if mask.dense is not None and mask.dense.dtype != torch.bool:
+        starts = [mask.dense.stride(i) for i in range(3) if mask.dense.shape[i] > 1]
+        assert not any(start % claims.bias_multiple for start in (*starts, mask.dense.storage_offset()))
 
 
 def scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -117,7 +124,7 @@ def a_call(draw: Any) -> tuple[tuple[Tensor, ...], Mask, Wanted]:
         dense if kind else None,
         torch.rand(2, k_len, generator=random) < 0.6 if draw(st.booleans()) else None,
         bias if kind != "float" and draw(st.booleans()) else None,
-        draw(st.none() | st.integers(-8, 8)),
+        causal=draw(st.none() | st.integers(-8, 8)),
     )
     return tensors, mask, Wanted(*(draw(st.booleans()) for _ in "qkv"), mask.bias is not None)
 
@@ -167,7 +174,7 @@ def test_both_functions_leave_their_arguments_alone_and_answer_twice_alike(backe
     q, k, v = qkv(6, 5)
     dense = torch.randn(2, 4, 6, 5).masked_fill(torch.rand(2, 4, 6, 5) < 0.3, -math.inf)
     dense[..., 0] = 0.0
-    mask = Mask(dense, None, None, None if not wrapped else 2)
+    mask = Mask(dense, causal=2 if wrapped else None)
     options, wanted = Options(0.3), Wanted(True, True, True)
     first = pair.forward(q, k, v, mask, None, options)
     rest = (mask, first.out, first.lse, first.rng, first.saved, options, wanted)

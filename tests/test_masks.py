@@ -108,7 +108,7 @@ def masks(q_len: int, k_len: int, seed: int, causal: int | None, parts: set[str]
         bools if "bool" in parts else floats if "float" in parts else None,
         keep if "keep" in parts else None,
         torch.randn(2, k_len, generator=draw).masked_fill(~keep, -math.inf) if "bias" in parts else None,
-        causal,
+        causal=causal,
     )
 
 

@@ -37,10 +37,10 @@ class _Bridge(torch.autograd.Function):
         options: Options,
     ) -> tuple[Tensor, Tensor]:
         result = pair.forward(q, k, v, mask, None, options)
-        ctx.pair, ctx.options, ctx.causal, ctx.rng = pair, options, mask.causal, result.rng
+        ctx.pair, ctx.options, ctx.bounds = pair, options, (mask.causal, mask.since)
         out, lse = result.out.data, result.lse.data  # a kernel's transposed view must not forbid in-place use of out
         inputs = (q, k, v, out, lse) if pair.reads_inputs else (None,) * 5
-        ctx.save_for_backward(*inputs, mask.dense, mask.key_keep, mask.key_bias, *result.saved)
+        ctx.save_for_backward(*inputs, *mask.tensors, result.rng, *result.saved)
         ctx.set_materialize_grads(False)
         ctx.out_like = result.out.new_empty(0).expand(0), result.out.shape
         return out, lse
@@ -55,20 +55,20 @@ class _Bridge(torch.autograd.Function):
                     remedy='use backend="native_math" on one device, or lse.detach()',
                 )
             )
-        q, k, v, out, lse, dense, keep, key_bias, *saved = ctx.saved_tensors
+        q, k, v, out, lse, *parts, rng = ctx.saved_tensors[:11]
+        mask = Mask(*parts, *ctx.bounds)
         if grad_out is None:
             like, shape = ctx.out_like
             grad_out = like.new_zeros(shape)
         wanted = Wanted(*ctx.needs_input_grad[:4])
         with torch.no_grad():
             grads = pair.backward(
-                grad_out, grad_lse, q, k, v, Mask(dense, keep, key_bias, ctx.causal), out, lse, ctx.rng, tuple(saved),
-                ctx.options, wanted,
-            )  # fmt: skip
+                grad_out, grad_lse, q, k, v, mask, out, lse, rng, ctx.saved_tensors[11:], ctx.options, wanted
+            )
         kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, whatever it is taken of
             anchor = torch.zeros((), requires_grad=True)
-            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, dense, key_bias)
+            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, mask.bias)
         return *kept, None, None, None, None
 
 

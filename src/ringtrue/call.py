@@ -131,7 +131,7 @@ def build_mask(
         check.fail("two float masks", "at most one", "a float tensor & KeyBias", "add them yourself")
     offsets = [0 if a == "top_left" else k_len - q_len for a in alignments]
     causal = min(offsets) if offsets else None
-    return Mask(_in_range(dense, q.dtype), keep, _in_range(bias, q.dtype), causal), frozenset(alignments)
+    return Mask(_in_range(dense, q.dtype), keep, _in_range(bias, q.dtype), causal=causal), frozenset(alignments)
 
 
 def _in_range(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -31,13 +31,18 @@ class Mask:
     dense     (b, h, q, k), each dim full or 1, never expanded. bool: True = may attend. float: added to scaled scores.
     key_keep  (B, Sk) bool, True = may be attended to by every query of that sample.
     key_bias  (B, Sk) float, added to the scaled scores of every query of that sample.
+    q_segments, k_segments  (B, Sq) and (B, Sk) integers: only equal ids attend; both or neither.
     causal    offset: query i sees keys j <= i + causal; None = not causal.
+    since     offset: query i sees keys j >= i + since (the left end of a window); None = from the first key on.
     """
 
     dense: Tensor | None = None
     key_keep: Tensor | None = None
     key_bias: Tensor | None = None
+    q_segments: Tensor | None = None
+    k_segments: Tensor | None = None
     causal: int | None = None
+    since: int | None = None
 
     def at(self, rows: slice, cols: slice, heads: slice = slice(None)) -> Mask:
         """The same mask for queries `rows` (start and stop given), keys `cols` (likewise) and query heads `heads`."""
@@ -54,12 +59,14 @@ class Mask:
             causal += rows.start - cols.start
             if causal >= cols.stop - cols.start - 1:  # already the first query sees every key of the block
                 causal = None
-        return Mask(
-            dense,
-            None if self.key_keep is None else self.key_keep[:, cols],
-            None if self.key_bias is None else self.key_bias[:, cols],
-            causal,
-        )
+        since = self.since
+        if since is not None:
+            since += rows.start - cols.start
+            if since <= rows.start - rows.stop + 1:  # even the last query sees every key of the block
+                since = None
+        keep, bias, k_ids = (None if x is None else x[:, cols] for x in (self.key_keep, self.key_bias, self.k_segments))
+        q_ids = None if self.q_segments is None else self.q_segments[:, rows]
+        return Mask(dense, keep, bias, q_ids, k_ids, causal, since)
 
     @property
     def bias(self) -> Tensor | None:
@@ -69,11 +76,22 @@ class Mask:
         return self.key_bias
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Its five tensors, in the order of the fields; causal and since are its two numbers."""
+        return self.dense, self.key_keep, self.key_bias, self.q_segments, self.k_segments
+
+    @property
     def kinds(self) -> frozenset[str]:
-        """Which parts are there, `causal` left out: dense_bool, dense_float, key_keep, key_bias."""
-        dense = None if self.dense is None else ("dense_bool" if self.dense.dtype == torch.bool else "dense_float")
-        keys = ("key_keep" if self.key_keep is not None else None, "key_bias" if self.key_bias is not None else None)
-        return frozenset(kind for kind in (dense, *keys) if kind is not None)
+        """Which parts are there, `causal` left out: dense_bool, dense_float, key_keep, key_bias, segments, window."""
+        parts = (
+            ("dense_bool", self.dense is not None and self.dense.dtype == torch.bool),
+            ("dense_float", self.dense is not None and self.dense.dtype != torch.bool),
+            ("key_keep", self.key_keep is not None),
+            ("key_bias", self.key_bias is not None),
+            ("segments", self.q_segments is not None),
+            ("window", self.since is not None),
+        )
+        return frozenset(kind for kind, there in parts if there)
 
 
 @dataclass(frozen=True)
@@ -100,11 +118,13 @@ class Wanted(NamedTuple):
 
 
 class ForwardOut(NamedTuple):
-    """out in q's dtype; lse; the random state that was drawn (None without dropout); tensors for backward."""
+    """out in q's dtype; lse; the random state that was used (None without dropout); tensors for backward.
+
+    A random state is (seed, offset) as an int64 tensor on the CPU, so that a compiled graph can draw and carry it."""
 
     out: Tensor
     lse: Tensor
-    rng: tuple[int, int] | None = None
+    rng: Tensor | None = None
     saved: tuple[Tensor, ...] = ()
 
 
@@ -123,19 +143,25 @@ class Claims:
 
     masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others if it takes dense_float
     bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" or "any"
-    causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk) or "none"; `edge` splits the others
+    bias_multiple      strides and start of a dense float mask are multiples of this, else `edge` copies it so
+    causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
+                       "none"; `edge` splits the others
+    head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
     backward_from_lse  backward is right for an out and lse that came from more keys
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
+    double_backward    backward is itself differentiable by autograd
     arithmetic         "float32" (weights stay in float32 or wider) or "16-bit" (weights are rounded to q's dtype)
     """
 
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str] = frozenset()
     bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
-    causal: Literal["offset", "top_left", "none"] = "none"
+    bias_multiple: int = 1
+    causal: Literal["offset", "top_left", "bottom_right", "none"] = "none"
     max_head_dim: int | None = None
+    head_dim_multiple: int = 1
     gqa: bool = False
     value_dim: bool = False
     any_strides: bool = False
@@ -146,6 +172,7 @@ class Claims:
     backward_from_lse: bool = True
     dbias: bool = False
     dlse: bool = False
+    double_backward: bool = False
     deterministic: bool = True
     arithmetic: Literal["float32", "16-bit"] = "float32"
     options: frozenset[str] = frozenset()

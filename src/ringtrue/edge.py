@@ -106,7 +106,10 @@ def widened(claims: Claims) -> Claims:
     if "dense_float" in masks:
         masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
     causal = claims.causal if claims.causal == "none" else "offset"
-    return replace(claims, masks=masks, bias_dtype="any", causal=causal, gqa=True, value_dim=True, any_strides=True)
+    return replace(
+        claims, masks=masks, bias_dtype="any", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
+        value_dim=True, any_strides=True,
+    )  # fmt: skip
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
@@ -127,16 +130,20 @@ def _reached(mask: Mask, k_len: int) -> Mask:
 
 
 def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
-    """Rectangles (rows, cols), each either wholly visible or causal with offset 0, that cover all that is visible."""
+    """Rectangles (rows, cols), each either wholly visible or causal as the pair has it, that cover all visible."""
     offset = mask.causal
-    every = slice(0, q_len), slice(0, k_len)
-    if offset is None or claims.causal == "offset" or offset == 0:
-        return [every]
-    if offset < 0:  # the first -offset queries see nothing
-        return [(slice(-offset, q_len), every[1])] if -offset < q_len else []
-    seen_by_all = min(offset, k_len)
-    below = [(every[0], slice(seen_by_all, k_len))] if seen_by_all < k_len else []
-    return [(every[0], slice(0, seen_by_all)), *below]
+    if offset is None or claims.causal == "offset":
+        return [(slice(0, q_len), slice(0, k_len))]
+    first = max(-offset, 0)  # queries before it see nothing
+    if first >= q_len:
+        return []
+    offset = max(offset, 0)
+    if claims.causal == "bottom_right":  # the last query of a block must reach just its last key
+        last = min(q_len, first + k_len - offset)
+        whole = [(slice(last, q_len), slice(0, k_len))] if last < q_len else []
+        return [(slice(first, last), slice(0, last - first + offset)), *whole]
+    seen_by_all = [(slice(first, q_len), slice(0, offset))] if offset else []
+    return [*seen_by_all, (slice(first, q_len), slice(offset, k_len))]
 
 
 def _whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
@@ -189,13 +196,14 @@ def _backward_block(
 
 
 def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as the kernel takes them: one key head per query head, equal widths, last dim contiguous."""
+    """q, k, v as the kernel takes them: one key head per query head, widths it knows, last dim contiguous."""
     if not claims.gqa and k.shape[2] != q.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    if not claims.value_dim and q.shape[-1] != v.shape[-1]:
-        width = max(q.shape[-1], v.shape[-1])
-        q, k, v = (_pad(x, width) for x in (q, k, v))
-    return _inner(claims, q), _inner(claims, k), _inner(claims, v)
+    multiple = claims.head_dim_multiple
+    width, value_width = (-(-x.shape[-1] // multiple) * multiple for x in (q, v))
+    if not claims.value_dim:
+        width = value_width = max(width, value_width)
+    return _inner(claims, _pad(q, width)), _inner(claims, _pad(k, width)), _inner(claims, _pad(v, value_width))
 
 
 def _unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
@@ -230,9 +238,20 @@ def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
     wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
     takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
     takes_shape = mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides
-    if mask.kinds <= claims.masks and takes_bias and takes_shape:
+    if not (mask.kinds <= claims.masks and takes_bias and takes_shape):
+        bias = dense_bias(mask, wanted or accumulate_dtype(dtype))
+        if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
+            bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
+        mask = Mask(dense=bias, causal=mask.causal)
+    if mask.dense is None or mask.dense.dtype == torch.bool or claims.bias_multiple == 1:
         return mask
-    bias = dense_bias(mask, wanted or accumulate_dtype(dtype))
-    if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
-        bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
-    return Mask(dense=bias, causal=mask.causal)
+    return replace(mask, dense=_aligned(mask.dense, claims.bias_multiple))
+
+
+def _aligned(bias: Tensor, multiple: int) -> Tensor:
+    """A float mask whose rows start at multiples of `multiple` elements: itself, or a copy in wider storage."""
+    starts = (bias.storage_offset(), *(bias.stride(axis) for axis in range(3) if bias.shape[axis] > 1))
+    if bias.stride(-1) == 1 and not any(start % multiple for start in starts):
+        return bias
+    wide = bias.new_empty(*bias.shape[:-1], -(-bias.shape[-1] // multiple) * multiple)[..., : bias.shape[-1]]
+    return wide.copy_(bias)

@@ -24,7 +24,7 @@ class ForwardCall(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Mask
-    rng: tuple[int, int] | None
+    rng: Tensor | None
     options: Options
 
 
@@ -39,7 +39,7 @@ class BackwardCall(NamedTuple):
     mask: Mask
     out: Tensor
     lse: Tensor
-    rng: tuple[int, int] | None
+    rng: Tensor | None
     saved: tuple[Tensor, ...]
     options: Options
     wanted: Wanted
@@ -133,7 +133,7 @@ def added(mask: Mask, dtype: torch.dtype) -> Mask:
         keep = None
     if dense is mask.dense and keep is mask.key_keep:
         return mask
-    return Mask(dense, keep, key_bias, mask.causal)
+    return Mask(dense, keep, key_bias, causal=mask.causal)
 
 
 def lse_missing(pair: OpPair) -> Planted:

@@ -34,7 +34,7 @@ def problem(fill: float, kind: str, dtype: torch.dtype, degrees: tuple[int, int]
         rows = normal(2, 1, n, n)
         rows[0, :, 3:6] = rows[1, :, :4] = fill
         mask = Mask(dense=rows.to(dtype))
-    mask = Mask(mask.dense, None, mask.key_bias, 0 if causal else None)
+    mask = Mask(mask.dense, None, mask.key_bias, causal=0 if causal else None)
     q, k, v, grad_out = (normal(2, n, 4, 8).to(dtype) for _ in range(4))
     inputs = Inputs(q, k, v, mask, Options(scale=8**-0.5, return_lse=True), grad_out, None, Wanted(True, True, True))
     lengths = LENGTHS if degrees != (1, 1) else (n,)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def mask_from(
         else:
             field, make = KEYS[kind]
             parts[field] = make((shape.batch, shape.k_len), bias_dtype, draw).to(device)
-    return Mask(**parts, causal=causal)
+    return replace(Mask(**parts), causal=causal)  # type: ignore[arg-type]
 
 
 def _keep(size: tuple[int, ...], draw: torch.Generator, share: float = 0.6) -> Tensor:

@@ -78,7 +78,7 @@ def globalise(pair: OpPair, comm: Comm, plan: Plan) -> OpPair:
         if dense is not None and dense.dtype != torch.bool and dense.shape[3] == 1 < total:
             dense = dense.expand(-1, -1, -1, total)  # how many keys are alike is known here only
         causal = None if plan.causal is None else plan.causal + starts(plan.q_lengths)[plan.rank]
-        return Mask(dense, gathered.get("key_keep"), gathered.get("key_bias"), causal)
+        return Mask(dense, gathered.get("key_keep"), gathered.get("key_bias"), causal=causal)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
         gathered = {kind: _gather_keys(getattr(mask, kind), k, comm, plan) for kind in keys}

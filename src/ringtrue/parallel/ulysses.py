@@ -211,7 +211,7 @@ class _Ulysses:
         elif dense is not None and dense.shape[1] > 1:
             dense = dense[:, self.mine.q]
         causal = None if mask.causal is None else mask.causal - sum(self.q_lengths[: self.comm.rank])
-        return Mask(dense, mask.key_keep, mask.key_bias, causal)
+        return Mask(dense, mask.key_keep, mask.key_bias, causal=causal)
 
     def _expand(self, x: Tensor) -> Tensor:
         """One key head per query head where the share's heads do not group evenly; they travelled compact."""
