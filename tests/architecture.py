@@ -36,7 +36,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
-    "checks": frozenset({"errors", "masks"}),
+    "checks": frozenset({"contract", "errors", "masks"}),
     "compiled": frozenset({"contract", "errors", "masks"}),
     "contract": frozenset(),
     "edge": frozenset({"contract", "errors", "kept", "level", "masks", "merge"}),

@@ -17,7 +17,7 @@ from . import call as calls
 from .backends import REGISTRY
 from .checks import Asks, Checker, Described
 from .compiled import Normalised, Operators, Plain
-from .contract import Backend, Choice, Claims, OpPair, Reason
+from .contract import Backend, Choice, Claims, OpPair, Reason, Wanted
 from .edge import edge, widened
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart, put_together
@@ -102,7 +102,7 @@ def _run_compiled(
     value: Tensor,
     backend: str | OpPair | None,
     parallel: object,
-    arguments: dict[str, object],
+    arguments: Mapping[str, object],
 ) -> tuple[Tensor, Tensor]:
     """The same for torch to trace: what no operator can be told is refused here, all else inside of the operators."""
     if parallel or (parallel is None and scope.traced_context() is not None):
@@ -111,13 +111,14 @@ def _run_compiled(
     if isinstance(asked, OpPair):
         _not_compiled("a call whose backend is an OpPair")
     asked = "" if asked is None else select.known(asked)
-    if arguments["deterministic"] is None:
-        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    check = Checker("", arguments["layout"])  # type: ignore[arg-type]  # torch cannot trace the description of a call
+    said = dict(arguments)
+    if said["deterministic"] is None:
+        said["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    check = Checker("", "bshd")  # torch cannot trace the description of a call
     check.autocast(query)
-    check.flags(**{n: arguments[n] for n in ("is_causal", "enable_gqa", "return_lse", "deterministic")})
-    check.kinds(**{n: arguments[n] for n in ("dropout_p", "scale", "softcap")})
-    return OPERATORS(query, key, value, arguments, asked, outside, parallel is False)
+    check.flags(**{n: said[n] for n in ("is_causal", "enable_gqa", "return_lse", "deterministic")})
+    check.kinds(**{n: said[n] for n in ("dropout_p", "scale", "softcap")})
+    return OPERATORS(query, key, value, None, said, asked, outside, parallel is False)
 
 
 class _Rooms:
@@ -136,7 +137,7 @@ class _Rooms:
             layout=plain.layout,
             deterministic=plain.deterministic,
             backend_options=ast.literal_eval(plain.options),
-            asks=Asks(*plain.requires_grad, plain.grad_mode),
+            asks=Asks(Wanted(*plain.requires_grad), plain.grad_mode),
         )  # fmt: skip
 
     def choose(self, call: Normalised, plain: Plain, traced: bool) -> tuple[int, OpPair]:

@@ -80,7 +80,8 @@ def normalise(
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: Asks | None) -> Facts:
     if asks is None:
-        asks = Asks(*(x is not None and x.requires_grad for x in (q, k, v, mask.bias)), torch.is_grad_enabled())
+        inputs = (q, k, v, mask.bias)
+        asks = Asks(Wanted(*(x is not None and x.requires_grad for x in inputs)), torch.is_grad_enabled())
     return Facts(
         device=q.device.type,
         dtype=q.dtype,
@@ -93,8 +94,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         value_dim=v.shape[3],
         mask_kinds=mask.kinds,
         causal=mask.causal,
-        wanted=Wanted(*(asks.grad_mode and x for x in asks[:4])),
-        mask_grad=asks.bias,
+        wanted=asks.wanted,
+        mask_grad=asks.requires_grad.bias,
         dropout=options.dropout_p > 0,
         softcap=options.softcap > 0,
         deterministic=options.deterministic,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 import torch
 from torch import Tensor
 
+from .contract import Wanted
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart, short
 
@@ -51,13 +52,15 @@ def _brief(x: object) -> str:
 
 
 class Asks(NamedTuple):
-    """Which of q, k, v and the float mask require grad, and whether grad mode is on."""
+    """What requires grad, whatever the grad mode, and whether that is on."""
 
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
+    requires_grad: Wanted
     grad_mode: bool
+
+    @property
+    def wanted(self) -> Wanted:
+        """The gradients that will be asked for."""
+        return self.requires_grad if self.grad_mode else Wanted(False, False, False)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check:
             else "a 2-D mask is (Sq, Sk); a key mask per sample is KeyPadding(bool (B, Sk))",
         )
     asks = check.asks
-    wants = torch.is_grad_enabled() and four.requires_grad if asks is None else asks.grad_mode and asks.bias
+    wants = torch.is_grad_enabled() and four.requires_grad if asks is None else asks.wanted.bias
     if wants and four.is_floating_point():
         return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times

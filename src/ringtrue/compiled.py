@@ -20,12 +20,13 @@ from .masks import taken_apart
 
 PLAIN = (
     "str mask, SymInt[] numbers, bool[] requires_grad, bool grad_mode, float dropout_p, bool is_causal, float? scale, "
-    "bool enable_gqa, float softcap, bool return_lse, str layout, bool deterministic, str options, str asked, bool outside, bool alone"
+    "bool enable_gqa, float softcap, bool return_lse, str layout, bool deterministic, str options, str asked, "
+    "bool outside, bool alone"
 )
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor[] parts, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor[])"
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor[] parts, Tensor? rng, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor[])"
 BACKWARD = (
     "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] parts, Tensor out, Tensor lse, "
-    f"Tensor chosen, Tensor[] saved, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor chosen, Tensor? rng, Tensor[] saved, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -53,13 +54,20 @@ class Plain(NamedTuple):
 class Normalised(Protocol):
     """A checked call in the contract's layout."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask
-    options: Options
-    facts: Facts
-    text: object
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def mask(self) -> Mask: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def text(self) -> object: ...
 
 
 class Resolver(Protocol):
@@ -92,7 +100,15 @@ class Operators:
         self.attention, self.attention_backward = ops.attention.default, ops.attention_backward.default
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: Mapping[str, Any], asked: str, outside: bool, alone: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rng: Tensor | None,
+        arguments: Mapping[str, Any],
+        asked: str,
+        outside: bool,
+        alone: bool,
     ) -> tuple[Tensor, Tensor]:
         """out (B, Sq, H, Dv) and lse. torch traces this, so it only takes apart what was passed."""
         said = dict(arguments)
@@ -100,7 +116,7 @@ class Operators:
         plain = Plain(
             mask=mask,
             numbers=numbers,
-            requires_grad=[q.requires_grad, k.requires_grad, v.requires_grad, any([x.requires_grad for x in parts])],
+            requires_grad=[x.requires_grad for x in (q, k, v)] + [any(x.requires_grad for x in parts)],
             grad_mode=torch.is_grad_enabled(),
             options=repr(said.pop("backend_options") or {}),
             asked=asked,
@@ -108,18 +124,22 @@ class Operators:
             alone=alone,
             **said,
         )
-        out, lse, _, _ = self.attention(q, k, v, parts, *plain)
+        out, lse, _, _ = self.attention(q, k, v, parts, rng, *plain)
         return out, lse
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], *values: Any) -> tuple[Any, ...]:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
+    ) -> tuple[Any, ...]:
         plain = Plain(*values)
         call = self.resolver.normalise(q, k, v, parts, plain)
         chosen, pair = self.resolver.choose(call, plain, traced=False)
         with torch.no_grad():
-            result = pair.forward(call.q, call.k, call.v, call.mask, None, call.options)
+            result = pair.forward(call.q, call.k, call.v, call.mask, rng, call.options)
         return _given(result, torch.tensor(chosen), call.facts.training)  # backward reads a CPU tensor without waiting
 
-    def _forward_shapes(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], *values: Any) -> tuple[Any, ...]:
+    def _forward_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
+    ) -> tuple[Any, ...]:
         plain = Plain(*values)
         if not isinstance(plain.scale, float):  # a symbol, or one that would have to be computed from a symbol
             plain = plain._replace(scale=1.0)
@@ -128,7 +148,7 @@ class Operators:
             _, pair = self.resolver.choose(call, plain, traced=True)
         except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises the error itself
             raise NotImplementedError(str(error)) from error
-        result = pair.shapes(call.q, call.k, call.v, call.mask, None, call.options)
+        result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
         return _given(result, torch.empty((), dtype=torch.int64), call.facts.training)
 
     def _backward(
@@ -142,6 +162,7 @@ class Operators:
         out: Tensor,
         lse: Tensor,
         chosen: Tensor,
+        rng: Tensor | None,
         saved: list[Tensor],
         *values: Any,
     ) -> tuple[Tensor, ...]:
@@ -153,37 +174,40 @@ class Operators:
         wanted = call.facts.wanted
         with torch.no_grad():
             *grads, dbias = pair.backward(
-                grad_out, grad_lse, *held, call.mask, *ends, None, tuple(saved), call.options, wanted
+                grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
             )
-        absent = q.new_empty(0)
-        dq, dk, dv = (
-            _in_layout(g, plain.layout) if w and g is not None else absent.clone()
-            for g, w in zip(grads, wanted[:3], strict=True)
-        )
-        return dq, dk, dv, _of_part(dbias, parts) if wanted.bias and dbias is not None else absent
+        inputs = zip(grads, (call.q, call.k, call.v), wanted[:3], strict=True)
+        dq, dk, dv = (_in_layout(_promised(g, x, pair), plain.layout) if w else x.new_empty(0) for g, x, w in inputs)
+        bias = call.mask.bias
+        if bias is None or not wanted.bias:
+            return dq, dk, dv, q.new_empty(0)
+        return dq, dk, dv, _of_part(_promised(dbias, bias, pair), parts)
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         plain: Plain = ctx.plain
-        q, k, v, out, lse, chosen, *rest = ctx.saved_tensors
+        q, k, v, out, lse, chosen, rng, *rest = ctx.saved_tensors
         parts, saved = rest[: ctx.parts], rest[ctx.parts :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
             grad_lse = None
-        *grads, dbias = self.attention_backward(grad_out, grad_lse, q, k, v, parts, out, lse, chosen, saved, *plain)
+        *grads, dbias = self.attention_backward(
+            grad_out, grad_lse, q, k, v, parts, out, lse, chosen, rng, saved, *plain
+        )
         *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
         return (
             *(g if w else None for g, w in zip(grads, inputs, strict=True)),
             [dbias if bias and x.is_floating_point() else None for x in parts],
+            None,
             *([] if x == [] else None for x in plain),  # torch wants an empty list back as one
         )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, parts, *values = inputs
+    q, k, v, parts, rng, *values = inputs
     out, lse, chosen, saved = output
     ctx.plain, ctx.parts = Plain(*values), len(parts)
-    ctx.save_for_backward(q, k, v, out, lse, chosen, *parts, *saved)
+    ctx.save_for_backward(q, k, v, out, lse, chosen, rng, *parts, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -205,6 +229,7 @@ def _backward_shapes(
     out: Tensor,
     lse: Tensor,
     chosen: Tensor,
+    rng: Tensor | None,
     saved: list[Tensor],
     *values: Any,
 ) -> tuple[Tensor, ...]:
@@ -219,6 +244,15 @@ def _backward_shapes(
     return *grads, q.new_empty(0) if part is None or not bias else part.new_empty(part.shape)
 
 
+def _promised(grad: Tensor | None, like: Tensor, pair: OpPair) -> Tensor:
+    """A gradient that is what the fake kernel said; compiled code would read any other as if it were."""
+    if grad is None or grad.shape != like.shape or grad.dtype != like.dtype:
+        seen = "none" if grad is None else f"{grad.dtype} {tuple(grad.shape)}"
+        limit = f"{like.dtype} {tuple(like.shape)}"
+        raise GradientError(message(f"backend {pair.name!r} gave another gradient than asked", limit=limit, value=seen))
+    return grad
+
+
 def _in_layout(grad: Tensor, layout: str) -> Tensor:
     """A gradient in the contract's layout as one in the caller's, its memory always (B, S, H, D)."""
     grad = grad.contiguous()
@@ -226,7 +260,7 @@ def _in_layout(grad: Tensor, layout: str) -> Tensor:
 
 
 def _of_part(dbias: Tensor, parts: list[Tensor]) -> Tensor:
-    """The gradient of the call's one float mask, a bias (b, h, q, k) or (B, Sk), as that of the tensor passed for it."""
+    """The gradient of the one float mask, a bias (b, h, q, k) or (B, Sk), as that of the tensor passed for it."""
     user = next(x for x in parts if x.is_floating_point())
     if dbias.dim() == 4:
         dbias = dbias.to(accumulate_dtype(dbias.dtype)).sum_to_size((1,) * (4 - user.dim()) + tuple(user.shape))

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,11 +154,15 @@ def checkpoint(fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, 
 def _restored(backend: str | OpPair | None, contexts: tuple[object, ...], carried: bool) -> Iterator[None]:
     """Both scopes as they were, for compiled code too."""
     before = _mirror.backend, _mirror.traced, _mirror.context
-    tokens = _backend.set(backend), _contexts.set(contexts), _carried.set(carried)
+    undo = (
+        partial(_backend.reset, _backend.set(backend)),
+        partial(_contexts.reset, _contexts.set(contexts)),
+        partial(_carried.reset, _carried.set(carried)),
+    )
     _mirror.backend, _mirror.traced, _mirror.context = backend, False, contexts[-1] if contexts else None
     try:
         yield
     finally:
         _mirror.backend, _mirror.traced, _mirror.context = before
-        for variable, token in zip((_backend, _contexts, _carried), tokens, strict=True):
-            variable.reset(token)  # type: ignore[arg-type]
+        for reset in undo:
+            reset()
