@@ -37,7 +37,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
     "checks": frozenset({"contract", "errors", "masks"}),
-    "compiled": frozenset({"contract", "errors", "masks"}),
+    "compiled": frozenset({"autograd", "contract", "errors", "masks"}),
     "contract": frozenset(),
     "edge": frozenset({"contract", "errors", "kept", "level", "masks", "merge"}),
     "errors": frozenset(),

@@ -6,7 +6,7 @@ import ast
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from .checks import Asks, Checker, Described
 from .compiled import Normalised, Operators, Plain
 from .contract import Backend, Choice, Claims, OpPair, Reason, Wanted
 from .edge import edge, widened
-from .errors import ArgumentError, UnsupportedError, message
+from .errors import ArgumentError, message
 from .masks import MaskPart, put_together
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable  # after a graph break the frames below would be compiled, where nothing guards them
+# after a graph break the frames below would be compiled, where nothing guards them
+@torch.compiler.disable(reason="ringtrue.attention under a context, or with an OpPair as backend, is not compiled yet")
 def _run(
     query: Tensor,
     key: Tensor,
@@ -105,11 +106,9 @@ def _run_compiled(
     arguments: Mapping[str, object],
 ) -> tuple[Tensor, Tensor]:
     """The same for torch to trace: what no operator can be told is refused here, all else inside of the operators."""
-    if parallel or (parallel is None and scope.traced_context() is not None):
-        _not_compiled("a call under a context")
     asked, outside = (backend, False) if backend is not None else scope.traced_backend()
-    if isinstance(asked, OpPair):
-        _not_compiled("a call whose backend is an OpPair")
+    if isinstance(asked, OpPair) or parallel or (parallel is None and scope.traced_context() is not None):
+        return _run(query, key, value, backend, parallel, arguments)
     asked = "" if asked is None else select.known(asked)
     said = dict(arguments)
     if said["deterministic"] is None:
@@ -153,10 +152,6 @@ class _Rooms:
 
 
 OPERATORS = Operators("ringtrue", _Rooms())
-
-
-def _not_compiled(what: str) -> NoReturn:
-    raise UnsupportedError(message(f"torch.compile of {what} is not supported yet", remedy="do not use fullgraph=True"))
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:

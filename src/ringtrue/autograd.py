@@ -1,4 +1,4 @@
-"""The one place where an OpPair meets autograd: the eager bridge, one light torch.autograd.Function."""
+"""Where an OpPair meets autograd in eager calls: one light torch.autograd.Function. compiled.py is the other bridge."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def run(
         return result.out, result.lse
     anchor = torch.zeros((), requires_grad=True) if anchored else None
     return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options)
+
+
+def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
+    """GradientError where a gradient of lse came that the pair would not look at."""
+    if grad_lse is not None and not pair.claims.dlse:
+        raise GradientError(
+            message(
+                f"backend {pair.name!r} gives no gradient through lse yet",
+                remedy='use backend="native_math" on one device, or lse.detach()',
+            )
+        )
 
 
 class _Bridge(torch.autograd.Function):
@@ -48,28 +59,21 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
         pair: OpPair = ctx.pair
-        if grad_lse is not None and not pair.claims.dlse:
-            raise GradientError(
-                message(
-                    f"backend {pair.name!r} gives no gradient through lse yet",
-                    remedy='use backend="native_math" on one device, or lse.detach()',
-                )
-            )
-        q, k, v, out, lse, *parts, rng = ctx.saved_tensors[:11]
+        refuse_lse_gradient(pair, grad_lse)
+        kept = ctx.saved_tensors  # once: a second read is an error under checkpointing
+        q, k, v, out, lse, *parts, rng = kept[:11]
         mask = Mask(*parts, *ctx.bounds)
         if grad_out is None:
             like, shape = ctx.out_like
             grad_out = like.new_zeros(shape)
         wanted = Wanted(*ctx.needs_input_grad[:4])
         with torch.no_grad():
-            grads = pair.backward(
-                grad_out, grad_lse, q, k, v, mask, out, lse, rng, ctx.saved_tensors[11:], ctx.options, wanted
-            )
-        kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
+            grads = pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, kept[11:], ctx.options, wanted)
+        given = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, whatever it is taken of
             anchor = torch.zeros((), requires_grad=True)
-            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, mask.bias)
-        return *kept, None, None, None, None
+            given = _NoSecondDerivative.apply(pair.name, given, anchor, grad_out, grad_lse, q, k, v, mask.bias)
+        return *given, None, None, None, None
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .autograd import refuse_lse_gradient
 from .contract import Facts, ForwardOut, Mask, OpPair, Options, accumulate_dtype
 from .errors import GradientError, RingtrueError, message
 from .masks import taken_apart
@@ -135,13 +136,14 @@ class Operators:
         chosen, pair = self.resolver.choose(call, plain, traced=False)
         with torch.no_grad():
             result = pair.forward(call.q, call.k, call.v, call.mask, rng, call.options)
-        return _given(result, torch.tensor(chosen), call.facts.training)  # backward reads a CPU tensor without waiting
+        number = torch.tensor(chosen, device="cpu")  # where backward reads it without waiting
+        return _given(result, number, call.facts.training)
 
     def _forward_shapes(
         self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
     ) -> tuple[Any, ...]:
         plain = Plain(*values)
-        if not isinstance(plain.scale, float):  # a symbol, or one that would have to be computed from a symbol
+        if plain.scale is None:  # what stands for it would be computed from a head dim that may be a symbol
             plain = plain._replace(scale=1.0)
         try:
             call = self.resolver.normalise(q, k, v, parts, plain)
@@ -149,7 +151,7 @@ class Operators:
         except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises the error itself
             raise NotImplementedError(str(error)) from error
         result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
-        return _given(result, torch.empty((), dtype=torch.int64), call.facts.training)
+        return _given(result, torch.empty((), dtype=torch.int64, device="cpu"), call.facts.training)
 
     def _backward(
         self,
@@ -169,6 +171,7 @@ class Operators:
         plain = Plain(*values)
         call = self.resolver.normalise(q, k, v, parts, plain)
         pair = self.resolver.pair(int(chosen), call)
+        refuse_lse_gradient(pair, grad_lse)
         held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
         ends = (out, lse) if pair.reads_inputs else (None, None)
         wanted = call.facts.wanted

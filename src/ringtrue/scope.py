@@ -28,19 +28,26 @@ _entered: set[str] = set()  # which kinds of scope this process ever entered: on
 
 
 class _Mirror(threading.local):
-    backend: str | OpPair | None = None
-    traced = False  # whether that backend's scope was entered by compiled code itself
-    context: object | None = None
+    def __init__(self) -> None:  # in each thread; torch 2.13 sets no guard on a default of the class
+        self.backend: str | OpPair | None = None
+        self.traced = False  # whether that backend's scope was entered by compiled code itself
+        self.context: object | None = None
 
 
 _mirror = _Mirror()
 
 
+def _reflect() -> None:
+    """The mirror as the context variables are now: on leaving, too, for tasks may leave in any order."""
+    contexts = _contexts.get()
+    _mirror.backend, _mirror.traced, _mirror.context = _backend.get(), False, contexts[-1] if contexts else None
+
+
 @contextlib.contextmanager  # a generator: torch 2.13 forgets a class's __enter__ at a graph break inside
 def backend_scope(backend: str | OpPair) -> Iterator[None]:
     """Calls inside that name no backend take this one; restores on exceptions."""
-    before = _mirror.backend, _mirror.traced
     if torch.compiler.is_compiling():
+        before = _mirror.backend, _mirror.traced
         _mirror.backend, _mirror.traced = backend, True
         try:
             yield
@@ -49,27 +56,26 @@ def backend_scope(backend: str | OpPair) -> Iterator[None]:
         return
     _entered.add("backend")
     token = _backend.set(backend)
-    _mirror.backend, _mirror.traced = backend, False
+    _reflect()
     try:
         yield
     finally:
-        _mirror.backend, _mirror.traced = before
         with contextlib.suppress(ValueError):  # a generator that is closed in another context: nothing was set there
             _backend.reset(token)
+        _reflect()
 
 
 def enter_context(context: object) -> None:
     """Calls from here on that pass no `parallel` run under `context`, until `leave_context`."""
     _entered.add("context")
     _contexts.set((*_contexts.get(), context))
-    _mirror.context = context
+    _reflect()
 
 
 def leave_context() -> None:
     """Undo the last `enter_context` of this thread or task."""
-    stack = _contexts.get()[:-1]
-    _contexts.set(stack)
-    _mirror.context = stack[-1] if stack else None
+    _contexts.set(_contexts.get()[:-1])
+    _reflect()
 
 
 def current_backend(call: object = "") -> str | OpPair | None:
@@ -153,16 +159,15 @@ def checkpoint(fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, 
 @contextlib.contextmanager
 def _restored(backend: str | OpPair | None, contexts: tuple[object, ...], carried: bool) -> Iterator[None]:
     """Both scopes as they were, for compiled code too."""
-    before = _mirror.backend, _mirror.traced, _mirror.context
     undo = (
         partial(_backend.reset, _backend.set(backend)),
         partial(_contexts.reset, _contexts.set(contexts)),
         partial(_carried.reset, _carried.set(carried)),
     )
-    _mirror.backend, _mirror.traced, _mirror.context = backend, False, contexts[-1] if contexts else None
+    _reflect()
     try:
         yield
     finally:
-        _mirror.backend, _mirror.traced, _mirror.context = before
         for reset in undo:
             reset()
+        _reflect()
