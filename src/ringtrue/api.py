@@ -18,7 +18,7 @@ from .backends import REGISTRY
 from .checks import Asks, Checker, Described
 from .compiled import Normalised, Operators, Plain
 from .contract import Backend, Choice, Claims, OpPair, Reason, Wanted
-from .edge import edge, widened
+from .edge import widened
 from .errors import ArgumentError, message
 from .masks import MaskPart, put_together
 
@@ -148,7 +148,7 @@ class _Rooms:
         return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend), choice.pair
 
     def pair(self, chosen: int, call: Normalised) -> OpPair:
-        return edge(REGISTRY[chosen].pairs[call.facts.device])
+        return select.composed(REGISTRY[chosen], call.facts.device)
 
 
 OPERATORS = Operators("ringtrue", _Rooms())
@@ -250,7 +250,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 raise ArgumentError(
                     message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
                 )
-            return edge(backend.pairs[device])
+            return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
 
 

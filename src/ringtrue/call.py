@@ -93,6 +93,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         head_dim=q.shape[3],
         value_dim=v.shape[3],
         mask_kinds=mask.kinds,
+        bias_dtype=None if mask.bias is None else mask.bias.dtype,
         causal=mask.causal,
         wanted=asks.wanted,
         mask_grad=asks.requires_grad.bias,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -106,9 +107,11 @@ def widened(claims: Claims) -> Claims:
     if "dense_float" in masks:
         masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"})
     causal = claims.causal if claims.causal == "none" else "offset"
+    bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
-        claims, masks=masks, bias_dtype="any", bias_multiple=1, causal=causal, head_dim_multiple=1, gqa=True,
-        value_dim=True, any_strides=True,
+        claims, masks=masks, bias_dtype=bias_dtype, causal=causal, head_dim_multiple=1, gqa=True, value_dim=True,
+        key_tile=None, any_scale=True, any_strides=True,
+        stride_multiple=1,
     )  # fmt: skip
 
 
@@ -131,19 +134,35 @@ def _reached(mask: Mask, k_len: int) -> Mask:
 
 def _blocks(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
     """Rectangles (rows, cols), each either wholly visible or causal as the pair has it, that cover all visible."""
-    offset = mask.causal
+    blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)
+    tile = claims.key_tile
+    if tile is None or all((cols.stop - cols.start) % (2 * tile) != tile for _, cols in blocks):
+        return blocks
+    parts = []
+    for rows, cols in blocks:
+        cut = cols.stop - tile * 5 // 8 if (cols.stop - cols.start) % (2 * tile) == tile else cols.stop
+        for part in (slice(cols.start, cut), slice(cut, cols.stop)):
+            if part.start < part.stop:
+                parts += _causal_blocks(mask.at(rows, part).causal, rows, part, claims)
+    return parts
+
+
+def _causal_blocks(offset: int | None, rows: slice, cols: slice, claims: Claims) -> list[Block]:
+    """The blocks of a rectangle whose query i sees keys j <= i + offset, both counted from its corner."""
+    q_len, k_len = rows.stop - rows.start, cols.stop - cols.start
     if offset is None or claims.causal == "offset":
-        return [(slice(0, q_len), slice(0, k_len))]
+        return [(rows, cols)]
     first = max(-offset, 0)  # queries before it see nothing
     if first >= q_len:
         return []
     offset = max(offset, 0)
+    rows = slice(rows.start + first, rows.stop)
     if claims.causal == "bottom_right":  # the last query of a block must reach just its last key
-        last = min(q_len, first + k_len - offset)
-        whole = [(slice(last, q_len), slice(0, k_len))] if last < q_len else []
-        return [(slice(first, last), slice(0, last - first + offset)), *whole]
-    seen_by_all = [(slice(first, q_len), slice(0, offset))] if offset else []
-    return [*seen_by_all, (slice(first, q_len), slice(offset, k_len))]
+        last = rows.start + min(q_len - first, k_len - offset)
+        whole = [(slice(last, rows.stop), cols)] if last < rows.stop else []
+        return [(slice(rows.start, last), slice(cols.start, cols.start + last - rows.start + offset)), *whole]
+    seen_by_all = [(rows, slice(cols.start, cols.start + offset))] if offset else []
+    return [*seen_by_all, (rows, slice(cols.start + offset, cols.stop))]
 
 
 def _whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
@@ -155,6 +174,7 @@ def _forward_block(
 ) -> ForwardOut:
     live = live_rows(mask, q.shape[1], k.shape[1], q.device)
     lowered = _lower(mask, k.shape[1], q.dtype, pair.claims)
+    q, options, _ = _positive(pair.claims, q, options)
     result = pair.forward(*_fit(pair.claims, q, k, v), lowered, rng, options)
     out, lse = result.out[..., : v.shape[-1]], result.lse
     if live is not None:
@@ -185,14 +205,24 @@ def _backward_block(
         # out and lse are constants there, so an upstream inf or NaN must not reach dk and dv as 0 * inf
         grad_out = grad_out.masked_fill(~live.transpose(1, 2).unsqueeze(-1), 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(~live, 0.0)
-    wide_q, wide_k, wide_v = _fit(claims, q, k, v)
+    signed_q, options, sign = _positive(claims, q, options)
+    wide_q, wide_k, wide_v = _fit(claims, signed_q, k, v)
     wide_grad, wide_out = (_inner(claims, _pad(x, wide_v.shape[-1])) for x in (grad_out, out))
     lowered = _lower(mask, k.shape[1], q.dtype, claims)
     grads = pair.backward(
         wide_grad, grad_lse, wide_q, wide_k, wide_v, lowered, wide_out, lse, rng, saved, options, wanted
     )
     dq, dk, dv = (_unfit(g, x) for g, x in zip(grads[:3], (q, k, v), strict=True))
-    return Grads(dq, dk, dv, _unlower(grads.dbias, mask))
+    return Grads(dq if dq is None or sign == 1 else sign * dq, dk, dv, _unlower(grads.dbias, mask))
+
+
+def _positive(claims: Claims, q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
+    """q and options with the scale's sign moved into q, where the kernel needs it; and that sign (-1, 0 or 1)."""
+    scale = options.scale
+    sign = (scale > 0) - (scale < 0)
+    if claims.any_scale or sign == 1:
+        return q, options, 1
+    return sign * q, replace(options, scale=abs(scale) or 1.0), sign
 
 
 def _fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +260,18 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 
 def _inner(claims: Claims, x: Tensor) -> Tensor:
-    return x if claims.any_strides or x.stride(-1) == 1 else x.contiguous()
+    """x where the kernel can read it: itself, or a copy."""
+    if claims.any_strides:
+        return x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if _misplaced(x, claims.stride_multiple) else x
+
+
+def _misplaced(x: Tensor, multiple: int) -> bool:
+    """Whether x, or some row of it, starts between two multiples of `multiple` elements."""
+    return multiple > 1 and any(
+        start % multiple for start in (x.storage_offset(), *(x.stride(i) for i in range(3) if x.shape[i] > 1))
+    )
 
 
 def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
@@ -243,15 +284,10 @@ def _lower(mask: Mask, k_len: int, dtype: torch.dtype, claims: Claims) -> Mask:
         if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
             bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
         mask = Mask(dense=bias, causal=mask.causal)
-    if mask.dense is None or mask.dense.dtype == torch.bool or claims.bias_multiple == 1:
+    dense, multiple = mask.dense, claims.stride_multiple
+    if dense is None or dense.dtype == torch.bool or multiple == 1:
         return mask
-    return replace(mask, dense=_aligned(mask.dense, claims.bias_multiple))
-
-
-def _aligned(bias: Tensor, multiple: int) -> Tensor:
-    """A float mask whose rows start at multiples of `multiple` elements: itself, or a copy in wider storage."""
-    starts = (bias.storage_offset(), *(bias.stride(axis) for axis in range(3) if bias.shape[axis] > 1))
-    if bias.stride(-1) == 1 and not any(start % multiple for start in starts):
-        return bias
-    wide = bias.new_empty(*bias.shape[:-1], -(-bias.shape[-1] // multiple) * multiple)[..., : bias.shape[-1]]
-    return wide.copy_(bias)
+    if dense.stride(-1) == 1 and not _misplaced(dense, multiple):
+        return mask
+    row = -(-k_len // multiple) * multiple
+    return replace(mask, dense=dense.new_empty(*dense.shape[:-1], row)[..., :k_len].copy_(dense))

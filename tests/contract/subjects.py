@@ -18,8 +18,7 @@ from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.audit.yardstick import yardstick
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import Facts, OpPair
-from ringtrue.edge import edge
-from ringtrue.select import reasons_against
+from ringtrue.select import composed, reasons_against
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,9 +45,9 @@ def _here(device: str) -> bool:
 
 
 SUBJECTS = tuple(
-    Subject(edge(pair), device)
+    Subject(composed(backend, device), device)
     for backend in REGISTRY
-    for device, pair in backend.pairs.items()
+    for device in backend.pairs
     if _here(device) and backend.unavailable(device) is None
 )
 
@@ -71,11 +70,12 @@ def cases_for(
 
 def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
     inputs = inputs_for(pair, case)
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.mask.bias
     facts = Facts(
         device=q.device.type, dtype=q.dtype, batch=q.shape[0], q_len=q.shape[1], k_len=k.shape[1], heads=q.shape[2],
         kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], mask_kinds=inputs.mask.kinds,
-        causal=inputs.mask.causal, wanted=inputs.wanted, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
+        bias_dtype=None if bias is None else bias.dtype, causal=inputs.mask.causal, wanted=inputs.wanted,
+        softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
     )  # fmt: skip
     return not reasons_against(pair.claims, facts) and (pair.claims.dlse or not case.grad_lse)
 
