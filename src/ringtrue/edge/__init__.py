@@ -27,7 +27,11 @@ from .through_lse import plus, through_lse
 def edge(pair: OpPair) -> OpPair:
     """The pair with the layout rule, every mask kind and every size of section "Semantics" honoured around it."""
     claims = widened(pair.claims)
-    return level(replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims))
+    shapes = partial(_forward, replace(pair, forward=pair.shapes))
+    around = replace(
+        pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims, shapes=shapes
+    )
+    return level(around)
 
 
 def widened(claims: Claims) -> Claims:
