@@ -55,8 +55,8 @@ def attention(
                 float mask. A query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a
                 context a tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys;
                 KeyPadding and KeyBias are sharded like the keys.
-    dropout_p   of the weights, as in FlashAttention; drawn from torch's default CPU generator (manual_seed; restored
-                by checkpointing), so that gradients belong to the mask that was drawn. lse knows nothing of it.
+    dropout_p   of the weights, as in FlashAttention; lse knows nothing of it. Drawn by torch's default CPU generator
+                (which torch.manual_seed sets and checkpointing restores); gradients belong to the mask that was drawn.
     softcap     c > 0: scores are c tanh(scale q k / c), before mask and bias.
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
