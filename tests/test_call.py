@@ -50,6 +50,31 @@ def test_causal_parts_are_an_offset() -> None:
     assert both.alignments == {"top_left", "bottom_right"}
 
 
+def test_windows_are_two_offsets() -> None:
+    def ends(mask: Any) -> tuple[Any, ...]:
+        call = normalise(Q, K, V, attn_mask=mask)
+        return call.mask.since, call.mask.causal, call.window
+
+    assert ends(rt.Window(2, 1)) == (-2, 1, (-2, 1))
+    assert ends(rt.Window(-2, 3)) == (2, 3, (2, 3))
+    assert ends(rt.Window(None, 1) & rt.Window(3)) == (-3, 1, (-3, 1))
+    assert ends(rt.Window(2, 4) & rt.Window(3, 1)) == (-2, 1, (-2, 1))
+    assert ends(rt.Window(2, 4) & rt.Causal()) == (-2, 0, (-2, 4))
+    assert ends(rt.Window(2, -1) & rt.Causal("bottom_right")) == (-2, -1, (-2, -1))
+    assert ends(rt.Window()) == (None, None, (None, None))
+    assert ends(rt.Window(10**30, 10**30)) == (-6, 5, (-(10**30), 10**30))  # no kernel meets numbers of that size
+    assert ends(rt.Window(-(10**30), 10**31))[:2] == (5, 5)
+
+
+def test_segments_are_two_rows_of_ids() -> None:
+    ids, other = torch.zeros(2, 6, dtype=torch.int32), torch.zeros(2, 5)
+    mask = mask_of(normalise(Q, K, V, attn_mask=rt.Segments(ids, other.long())), "segments")
+    assert mask.q_segments is ids
+    assert mask.k_segments.dtype == torch.int64
+    mask = mask_of(normalise(Q, Q, Q, attn_mask=rt.Segments(ids) & rt.Causal() & rt.Window(3)), "segments", "window")
+    assert mask.q_segments is mask.k_segments is ids
+
+
 def test_what_is_joined_applies_together() -> None:
     keep, rows = torch.rand(2, 5) < 0.5, torch.rand(6, 5) < 0.5
     other, bias = torch.rand(2, 1, 1, 5) < 0.5, torch.randn(4, 6, 5)

@@ -96,6 +96,7 @@ def test_a_mask_that_does_not_broadcast_shows_both_shapes(name: str) -> None:
 
 
 BIAS = rt.KeyBias(some(2, 5))
+IDS = some(2, 6, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,14 @@ BIAS = rt.KeyBias(some(2, 5))
         (rt.KeyPadding(some(1, 5, dtype=torch.bool)), ("KeyPadding does not fit the keys", "(2, 5)", "(1, 5)")),
         (rt.KeyBias(some(2, 4)), ("KeyBias does not fit the keys", "(2, 5)", "(2, 4)")),
         (rt.KeyBias(some(2, 5, device="meta")), ("KeyBias is on another device", "cpu", "meta")),
+        (rt.Segments(IDS), ("Segments (k_ids=None means q_ids) does not fit the keys", "(2, 5)", "(2, 6)")),
+        (rt.Segments(IDS[:, :5]), ("Segments does not fit the queries", "(2, 6)", "(2, 5)")),
+        (rt.Segments(IDS[:1], IDS[:1, :5]), ("Segments does not fit the queries", "(2, 6)", "(1, 6)")),
+        (rt.Segments(IDS, IDS[:, :5].to("meta")), ("Segments is on another device", "cpu", "meta")),
+        (
+            rt.Segments(IDS, IDS[:, :5]) & rt.Segments(IDS, IDS[:, :5]),
+            ("two Segments", "at most one", "one id for each"),
+        ),
         (BIAS & BIAS, ("two float masks", "KeyBias & KeyBias", "add them yourself")),
         (BIAS & some(6, 5), ("two float masks", "a float tensor & KeyBias", "add them yourself")),
         (rt.Dense(some(6, 5)) & some(6, 5), ("two float masks", "float tensor & float tensor", "add them yourself")),

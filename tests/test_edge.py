@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 import ringtrue as rt
 from calls import EVERYTHING, HERE, assert_close, eager, like, qkv
 from calls import one_thread as one_thread
+from ringtrue import masks
 from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
 from ringtrue.edge import edge, widened
 from ringtrue.masks import allowed
@@ -28,6 +30,7 @@ POOREST = replace(
     gqa=False,
     value_dim=False,
     any_strides=False,
+    dlse=False,
 )
 KERNELS = {
     "poorest": POOREST,
@@ -36,6 +39,8 @@ KERNELS = {
     "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, stride_multiple=8),
     "in tiles": replace(POOREST, key_tile=2),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
+    "windows too": replace(POOREST, masks=frozenset({"dense_float", "window"}), causal="offset", dlse=True),
+    "segments too": replace(POOREST, masks=frozenset({"dense_float", "segments"}), dlse=True),
     "everything": EVERYTHING,
 }
 
@@ -87,6 +92,7 @@ def picky(claims: Claims) -> OpPair:
     ) -> Grads:
         _, (length,), options, wanted = rest
         comply(claims, mask, q, k, v, g, out)
+        assert claims.dlse or g_lse is None
         assert length == k.shape[1]  # what was saved by this part of the keys, not by another
         weights = (scores(q, k, mask, options.scale) - lse.unsqueeze(-1)).exp()
         delta = torch.einsum("bqhd,bqhd->bhq", g, out) - (0 if g_lse is None else g_lse)
@@ -124,20 +130,28 @@ def a_call(draw: Any) -> tuple[tuple[Tensor, ...], Mask, Wanted]:
     kind = draw(st.sampled_from(["", "bool", "float"]))
     if kind == "float":
         dense = torch.randn(shape, generator=random).masked_fill(~dense, -math.inf)
+    segmented = draw(st.booleans())
     mask = Mask(
         dense if kind else None,
         torch.rand(2, k_len, generator=random) < 0.6 if draw(st.booleans()) else None,
         bias if kind != "float" and draw(st.booleans()) else None,
+        *(torch.randint(3, (2, n), generator=random) if segmented else None for n in (q_len, k_len)),
         causal=draw(st.none() | st.integers(-8, 8)),
+        since=draw(st.none() | st.integers(-8, 8)),
     )
     return tensors, mask, Wanted(*(draw(st.booleans()) for _ in "qkv"), mask.bias is not None)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(call=a_call())
-def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mask, Wanted]) -> None:
-    (q, k, v, g), mask, wanted = call
+@given(call=a_call(), block=st.sampled_from([2, 3, 1024]))
+def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mask, Wanted], block: int) -> None:
+    with mock.patch.object(masks, "BLOCK", block):  # rows of a window or of segments that are written out at a time
+        check(kernel, *call)
+
+
+def check(kernel: str, tensors: tuple[Tensor, ...], mask: Mask, wanted: Wanted) -> None:
+    q, k, v, g = tensors
     pair, options = edge(picky(KERNELS[kernel])), Options(scale=-0.4)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     bias = None if mask.bias is None else mask.bias.detach().double().requires_grad_()
@@ -145,6 +159,8 @@ def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mas
     for part in (mask.dense, None if mask.key_keep is None else mask.key_keep[:, None, None]):
         if part is not None and part.dtype == torch.bool:
             plain = plain.masked_fill(~part, -math.inf)
+    places = allowed(replace(mask, dense=None, key_keep=None, key_bias=None), q.shape[1], k.shape[1], q.device)
+    plain = plain if places is None else plain.masked_fill(~places, -math.inf)
     out, lse = eager(*leaves, plain, mask.causal, scale=-0.4)
     g_lse = like(lse)
     asked = [*leaves, *([] if bias is None else [bias])]
@@ -164,7 +180,8 @@ def test_any_call_on_any_kernel(kernel: str, call: tuple[tuple[Tensor, ...], Mas
 
 def test_what_edge_claims_is_what_any_kernel_gets() -> None:
     every = replace(EVERYTHING, bias_dtype=POOREST.bias_dtype)  # what a mask would be rounded to stays to be judged
-    assert widened(POOREST) == edge(picky(POOREST)).claims == replace(every, dropout=True)
+    assert widened(POOREST) == edge(picky(POOREST)).claims == every
+    assert not widened(replace(POOREST, backward_from_lse=False)).dlse
     nothing = widened(replace(POOREST, masks=frozenset(), causal="none", backward=False))
     assert (nothing.masks, nothing.causal, nothing.backward) == (frozenset(), "none", False)
     assert widened(nothing) == nothing

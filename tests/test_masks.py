@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringtrue as rt
+import ringtrue.masks
 from calls import assert_close, eager, qkv, refused
 from calls import one_thread as one_thread
 from ringtrue.contract import Mask
-from ringtrue.masks import MaskSet, allowed, dense_bias, live_rows, parts_of
+from ringtrue.masks import MaskSet, allowed, dense_bias, live_rows, parts_of, whole_bias
 
 CPU = torch.device("cpu")
 KEEP = torch.tensor([[True, True, False], [True, False, True]])
 ROWS = torch.ones(2, 3, dtype=torch.bool)
+IDS = torch.tensor([[0, 0, 1], [2, 2, 2]])
 
 
 @pytest.mark.parametrize("rows", [ROWS, torch.randn(2, 3)])
@@ -66,17 +69,54 @@ def test_causal_knows_two_alignments(alignment: object) -> None:
         (rt.KeyBias, torch.ones(2, 3, dtype=torch.long), "torch.int64"),
         (rt.KeyBias, torch.ones(2, 1, 3), "(2, 1, 3)"),
         (rt.KeyBias, None, "NoneType"),
+        (rt.Segments, torch.ones(2, 3), "(2, 3) torch.float32"),
+        (rt.Segments, torch.ones(2, 3, dtype=torch.bool), "torch.bool"),
+        (rt.Segments, torch.ones(3, dtype=torch.long), "(3,)"),
+        (rt.Segments, [[0]], "list"),
     ],
 )
 def test_key_masks_are_one_row_per_sample(make: Callable[..., object], given: object, seen: str) -> None:
-    with refused(rt.ArgumentError, make.__name__, "(B, Sk)", seen):  # type: ignore[attr-defined]
+    with refused(rt.ArgumentError, make.__name__, "(B, S", seen):  # type: ignore[attr-defined]
         make(given)
+
+
+@pytest.mark.parametrize("ends", [(-1, 0), (0, -1), (-3, 2), (1.0, None), (None, True), ("1", 2), (torch.tensor(1), 1)])
+def test_a_window_has_two_ends_and_something_between(ends: tuple[object, object]) -> None:
+    with refused(rt.ArgumentError, "Window", "left + right >= 0", f"left={ends[0]!r}"):
+        rt.Window(*ends)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ends", [[], [0], [1, 4], [0, 3, 2, 4], [0, 3, -1]])
+@pytest.mark.parametrize("length", [None, 4])
+def test_documents_end_one_after_the_other(ends: list[int], length: int | None) -> None:
+    with refused(rt.ArgumentError, "from_cu_seqlens", "ascending"):
+        rt.Segments.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32), length)
+
+
+def test_documents_from_where_they_end() -> None:
+    ends = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
+    for length in (None, 6):
+        segments = rt.Segments.from_cu_seqlens(ends, length)
+        assert segments.q_ids.tolist() == [[1, 1, 3, 3, 3, 4]]
+        assert segments.k_ids is None
+    with refused(rt.ArgumentError, "from_cu_seqlens", "7]"):
+        rt.Segments.from_cu_seqlens(ends, 7)
+    for wrong in (ends.float(), ends[None], [0, 6]):
+        with refused(rt.ArgumentError, "from_cu_seqlens", "integer (documents + 1,)"):
+            rt.Segments.from_cu_seqlens(wrong)  # type: ignore[arg-type]
 
 
 def test_masks_are_values() -> None:
     assert rt.Causal() == rt.Causal("top_left") != rt.Causal("bottom_right")
     assert len({rt.Causal(), rt.Causal()}) == 1
-    for mask, name in ((rt.Causal(), "alignment"), (rt.KeyPadding(KEEP), "keep"), (rt.Dense(ROWS), "mask")):
+    assert rt.Window(1, 2) == rt.Window(1, 2) != rt.Window(2, 1)
+    for mask, name in (
+        (rt.Causal(), "alignment"),
+        (rt.Window(1), "left"),
+        (rt.Segments(IDS), "q_ids"),
+        (rt.KeyPadding(KEEP), "keep"),
+        (rt.Dense(ROWS), "mask"),
+    ):
         with pytest.raises(AttributeError):
             setattr(mask, name, None)
 
@@ -96,19 +136,29 @@ def test_a_mask_as_text_shows_no_content() -> None:
     mask = rt.Causal() & rt.KeyPadding(KEEP) & rt.KeyBias(torch.ones(2, 3)) & torch.ones(4, 3)
     text = "Causal(alignment='top_left') & KeyPadding(bool[2, 3]) & KeyBias(float32[2, 3]) & float32[4, 3]"
     assert repr(mask) == text
+    more = rt.Window(3) & rt.Segments(IDS) & rt.Segments(IDS, IDS.int())
+    assert repr(more) == "Window(left=3, right=None) & Segments(int64[2, 3]) & Segments(int64[2, 3], int32[2, 3])"
 
 
-def masks(q_len: int, k_len: int, seed: int, causal: int | None, parts: set[str], axes: tuple[int, int, int]) -> Mask:
+Axes = tuple[int, int, int]
+
+
+def masks(
+    q_len: int, k_len: int, seed: int, causal: int | None, since: int | None, parts: set[str], axes: Axes
+) -> Mask:
     draw = torch.Generator().manual_seed(seed)
     shape = (2 if axes[0] else 1, 3 if axes[1] else 1, q_len if axes[2] else 1, k_len)
     bools = torch.rand(shape, generator=draw) < 0.3
     floats = torch.randn(shape, generator=draw).masked_fill(torch.rand(shape, generator=draw) < 0.7, -math.inf)
     keep = torch.rand(2, k_len, generator=draw) < 0.5
+    ids = [torch.randint(4, (2, n), generator=draw) for n in (q_len, k_len)]
     return Mask(
         bools if "bool" in parts else floats if "float" in parts else None,
         keep if "keep" in parts else None,
         torch.randn(2, k_len, generator=draw).masked_fill(~keep, -math.inf) if "bias" in parts else None,
+        *(ids if "segments" in parts else ()),
         causal=causal,
+        since=since,
     )
 
 
@@ -118,23 +168,27 @@ ANY_MASK = st.builds(
     k_len=st.integers(1, 6),
     seed=st.integers(0, 999),
     causal=st.none() | st.integers(-7, 7),
-    parts=st.sets(st.sampled_from(["bool", "float", "keep", "bias"])),
+    since=st.none() | st.integers(-7, 7),
+    parts=st.sets(st.sampled_from(["bool", "float", "keep", "bias", "segments"])),
     axes=st.tuples(*[st.integers(0, 1)] * 3),
 )
 
 
 def sizes(mask: Mask, q_len: int = 6, k_len: int = 6) -> tuple[int, int]:
+    if mask.q_segments is not None and mask.k_segments is not None:
+        return mask.q_segments.shape[1], mask.k_segments.shape[1]
     part = next((x for x in (mask.dense, mask.key_keep, mask.key_bias) if x is not None), None)
     rows = q_len if mask.dense is None or mask.dense.shape[2] == 1 else mask.dense.shape[2]
     return rows, k_len if part is None else part.shape[-1]
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
-@given(ANY_MASK)
-def test_live_rows_are_those_with_a_key(mask: Mask) -> None:
+@settings(derandomize=True, max_examples=250, deadline=None)
+@given(ANY_MASK, st.sampled_from([2, 1024]))
+def test_live_rows_are_those_with_a_key(mask: Mask, block: int) -> None:
     q_len, k_len = sizes(mask)
     where = allowed(mask, q_len, k_len, CPU)
-    live = live_rows(mask, q_len, k_len, CPU)
+    with mock.patch.object(ringtrue.masks, "BLOCK", block):
+        live = live_rows(mask, q_len, k_len, CPU)
     whole = torch.ones(2, 3, q_len, k_len, dtype=torch.bool) if where is None else where.expand(2, 3, q_len, k_len)
     found = torch.ones(2, 3, q_len, dtype=torch.bool) if live is None else live.expand(2, 3, q_len)
     assert torch.equal(found, whole.any(-1))
@@ -149,6 +203,9 @@ def test_live_rows_make_nothing_of_the_size_of_all_scores(kind: str) -> None:
     live = live_rows(Mask(**{kind: part}, causal=-2), length, length, CPU)
     assert live is not None
     assert live.expand(1, 1, length)[0, 0].sum() == length - 9
+    live = live_rows(Mask(**{kind: part}, causal=3, since=-5), length, length, CPU)
+    assert live is not None
+    assert live.expand(1, 1, length)[0, 0].nonzero().flatten().tolist() == list(range(4, 13))
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
@@ -167,8 +224,11 @@ def test_a_part_of_a_mask_is_the_mask_of_that_part(mask: Mask, cuts: tuple[int, 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(ANY_MASK)
-def test_one_bias_says_all_but_causal(mask: Mask) -> None:
+def test_one_bias_says_all_that_is_not_a_place(mask: Mask) -> None:
     q_len, k_len = sizes(mask)
+    every = allowed(mask, q_len, k_len, CPU)
+    whole = whole_bias(mask, torch.float64, q_len, k_len, CPU).expand(2, 3, q_len, k_len)
+    assert torch.equal(whole != -math.inf, torch.ones(whole.shape) > 0 if every is None else every.expand(whole.shape))
     bias = dense_bias(mask, torch.float64)
     where = allowed(Mask(mask.dense, mask.key_keep, mask.key_bias), q_len, k_len, CPU)
     if bias is None or where is None:

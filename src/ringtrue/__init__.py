@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors, integrations
+from . import errors, integrations, optional
 from .api import Explanation, Support, attention, attention_backend, backends, current_backend, explain, op_pair
 from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
 from .errors import (
@@ -16,7 +16,7 @@ from .errors import (
     ScopeError,
     UnsupportedError,
 )
-from .masks import Causal, Dense, KeyBias, KeyPadding
+from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
 from .parallel.context import ContextParallel
 from .scope import checkpoint
@@ -47,9 +47,11 @@ __all__ = [
     "Reason",
     "RingtrueError",
     "ScopeError",
+    "Segments",
     "Support",
     "UnsupportedError",
     "Wanted",
+    "Window",
     "attention",
     "attention_backend",
     "backends",
@@ -59,4 +61,5 @@ __all__ = [
     "explain",
     "integrations",
     "op_pair",
+    "optional",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -10,17 +12,35 @@ from .errors import GradientError, message
 
 
 def run(
-    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, wanted: Wanted, anchored: bool = False
+    pair: OpPair,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    options: Options,
+    wanted: Wanted,
+    anchored: bool = False,
+    rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one call, attached to the graph when an input wants a gradient.
 
     `anchored` attaches them even when none of this rank's inputs does: its peers' gradients need it in backward.
+    `rng` is the random state of dropout. The pair runs with autocast off, in both directions: its inputs are cast.
     """
     if not (anchored or any(wanted)):
-        result = pair.forward(q, k, v, mask, None, options)
+        with as_it_is(q):
+            result = pair.forward(q, k, v, mask, rng, options)
         return result.out, result.lse
     anchor = torch.zeros((), requires_grad=True) if anchored else None
-    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options)
+    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options, rng)
+
+
+def as_it_is(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast off, where it is on."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
@@ -28,8 +48,9 @@ def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
     if grad_lse is not None and not pair.claims.dlse:
         raise GradientError(
             message(
-                f"backend {pair.name!r} gives no gradient through lse yet",
-                remedy='use backend="native_math" on one device, or lse.detach()',
+                f"backend {pair.name!r} gives no gradient through lse here",
+                limit="one device, and a backend whose claims have dlse",
+                remedy="lse.detach(), or parallel=False",
             )
         )
 
@@ -46,8 +67,10 @@ class _Bridge(torch.autograd.Function):
         pair: OpPair,
         mask: Mask,
         options: Options,
+        rng: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        result = pair.forward(q, k, v, mask, None, options)
+        with as_it_is(q):
+            result = pair.forward(q, k, v, mask, rng, options)
         ctx.pair, ctx.options, ctx.bounds = pair, options, (mask.causal, mask.since)
         out, lse = result.out.data, result.lse.data  # a kernel's transposed view must not forbid in-place use of out
         inputs = (q, k, v, out, lse) if pair.reads_inputs else (None,) * 5
@@ -60,20 +83,21 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
         pair: OpPair = ctx.pair
         refuse_lse_gradient(pair, grad_lse)
-        kept = ctx.saved_tensors  # once: a second read is an error under checkpointing
-        q, k, v, out, lse, *parts, rng = kept[:11]
+        q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint unpacks a tensor only once
+        parts, rng, saved = rest[:5], rest[5], tuple(rest[6:])
         mask = Mask(*parts, *ctx.bounds)
         if grad_out is None:
             like, shape = ctx.out_like
             grad_out = like.new_zeros(shape)
         wanted = Wanted(*ctx.needs_input_grad[:4])
-        with torch.no_grad():
-            grads = pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, kept[11:], ctx.options, wanted)
-        given = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must fail loudly, whatever it is taken of
+        twice = torch.is_grad_enabled() and pair.claims.double_backward  # create_graph=True
+        with torch.set_grad_enabled(twice), as_it_is(grad_out):
+            grads = pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, ctx.options, wanted)
+        kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
+        if torch.is_grad_enabled() and not twice:  # a second derivative must fail loudly, whatever it is taken of
             anchor = torch.zeros((), requires_grad=True)
-            given = _NoSecondDerivative.apply(pair.name, given, anchor, grad_out, grad_lse, q, k, v, mask.bias)
-        return *given, None, None, None, None
+            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, mask.bias)
+        return *kept, None, None, None, None, None
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -86,7 +110,8 @@ class _NoSecondDerivative(torch.autograd.Function):
     def backward(ctx, *_: Tensor | None):  # type: ignore[no-untyped-def]
         raise GradientError(
             message(
-                f"double backward (a derivative of a gradient) through backend {ctx.name!r} is not supported yet",
-                remedy="compute the gradient penalty with plain eager attention",
+                f"double backward (a derivative of a gradient) through backend {ctx.name!r} is not supported",
+                limit="a backend whose claims have double_backward, on one device",
+                remedy='use backend="native_math", parallel=False for this call',
             )
         )

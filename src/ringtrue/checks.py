@@ -81,7 +81,7 @@ class Checker:
     ) -> NoReturn:
         raise kind(message(problem, call=self.text, limit=limit, value=value, remedy=remedy))
 
-    def layout_and_tensors(self, q: Any, k: Any, v: Any) -> None:
+    def tensors(self, q: Any, k: Any, v: Any) -> None:
         if self.layout not in ("bshd", "bhsd"):
             self.fail("unknown layout", '"bshd" or "bhsd"', repr(self.layout), "pass (B, S, H, D) tensors")
         for name, x in (("query", q), ("key", k), ("value", v)):
@@ -93,26 +93,18 @@ class Checker:
                 )
             elif x.dim() != 4:
                 self.fail(f"{name} has {x.dim()} dims", "(B, S, H, D)", tuple(x.shape), "split heads from head_dim")
+        if not q.device == k.device == v.device:
+            self.fail(
+                "query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}"
+            )
+
+    def dtypes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if not q.dtype == k.dtype == v.dtype:
             self.fail(
                 "query, key and value differ in dtype", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them"
             )
         if q.dtype not in DTYPES:
             self.fail("dtype is not supported", ", ".join(map(str, DTYPES)), q.dtype)
-        if not q.device == k.device == v.device:
-            self.fail(
-                "query, key and value are on different devices", "one device", f"{q.device}, {k.device}, {v.device}"
-            )
-        self.autocast(q)
-
-    def autocast(self, q: Tensor) -> None:
-        if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
-            self.fail(
-                "autocast is on, and this release does not cast for it",
-                value=f"autocast to {torch.get_autocast_dtype(q.device.type)}",
-                remedy="call attention under torch.autocast(..., enabled=False) with q, k, v cast by hand",
-                kind=UnsupportedError,
-            )
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         (b, _, h, d), (bk, sk, hk, dk), (bv, sv, hv, dv) = q.shape, k.shape, v.shape
@@ -170,16 +162,24 @@ def _finite(x: Any) -> TypeGuard[float]:
         return False
 
 
-def check_keys(keys: Tensor, name: str, batch: int, k: Tensor, check: Checker) -> None:
-    if keys.shape != (batch, k.shape[1]):
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on this kind of device; None where it is off."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def check_tokens(given: Tensor, name: str, x: Tensor, side: str, check: Checker) -> None:
+    """One value per sample and token of `x`, the queries or the keys (`side`)."""
+    if given.shape != x.shape[:2]:
         check.fail(
-            f"{name} does not fit the keys",
-            f"(B, Sk) = {(batch, k.shape[1])}",
-            tuple(keys.shape),
-            "under context parallelism it is sharded like the keys: pass this rank's part",
+            f"{name} does not fit the {'keys' if side == 'k' else 'queries'}",
+            f"(B, S{side}) = {tuple(x.shape[:2])}",
+            tuple(given.shape),
+            "under context parallelism it is sharded like the keys: pass this rank's part" if side == "k" else "",
         )
-    if keys.device != k.device:
-        check.fail(f"{name} is on another device", k.device, keys.device)
+    if given.device != x.device:
+        check.fail(f"{name} is on another device", x.device, given.device)
 
 
 def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check: Checker, sharded: bool) -> Tensor:

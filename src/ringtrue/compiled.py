@@ -8,16 +8,14 @@ tensor; results are contiguous and share no memory with anything. What torch tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .autograd import refuse_lse_gradient
+from .autograd import as_it_is, refuse_lse_gradient
 from .contract import Facts, ForwardOut, Mask, OpPair, Options, accumulate_dtype
 from .errors import GradientError, RingtrueError, message
-from .masks import taken_apart
 
 PLAIN = (
     "str mask, SymInt[] numbers, bool[] requires_grad, bool grad_mode, float dropout_p, bool is_causal, float? scale, "
@@ -101,30 +99,9 @@ class Operators:
         self.attention, self.attention_backward = ops.attention.default, ops.attention_backward.default
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rng: Tensor | None,
-        arguments: Mapping[str, Any],
-        asked: str,
-        outside: bool,
-        alone: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, plain: Plain
     ) -> tuple[Tensor, Tensor]:
-        """out (B, Sq, H, Dv) and lse. torch traces this, so it only takes apart what was passed."""
-        said = dict(arguments)
-        mask, parts, numbers = taken_apart(said.pop("attn_mask"))
-        plain = Plain(
-            mask=mask,
-            numbers=numbers,
-            requires_grad=[x.requires_grad for x in (q, k, v)] + [any(x.requires_grad for x in parts)],
-            grad_mode=torch.is_grad_enabled(),
-            options=repr(said.pop("backend_options") or {}),
-            asked=asked,
-            outside=outside,
-            alone=alone,
-            **said,
-        )
+        """out (B, Sq, H, Dv) and lse of a call that was taken apart; torch traces this."""
         out, lse, _, _ = self.attention(q, k, v, parts, rng, *plain)
         return out, lse
 
@@ -132,9 +109,9 @@ class Operators:
         self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
     ) -> tuple[Any, ...]:
         plain = Plain(*values)
-        call = self.resolver.normalise(q, k, v, parts, plain)
-        chosen, pair = self.resolver.choose(call, plain, traced=False)
-        with torch.no_grad():
+        with as_it_is(q), torch.no_grad():
+            call = self.resolver.normalise(q, k, v, parts, plain)
+            chosen, pair = self.resolver.choose(call, plain, traced=False)
             result = pair.forward(call.q, call.k, call.v, call.mask, rng, call.options)
         number = torch.tensor(chosen, device="cpu")  # where backward reads it without waiting
         return _given(result, number, call.facts.training)
@@ -145,12 +122,14 @@ class Operators:
         plain = Plain(*values)
         if plain.scale is None:  # what stands for it would be computed from a head dim that may be a symbol
             plain = plain._replace(scale=1.0)
-        try:
-            call = self.resolver.normalise(q, k, v, parts, plain)
-            _, pair = self.resolver.choose(call, plain, traced=True)
-        except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises the error itself
-            raise NotImplementedError(str(error)) from error
-        result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
+        plain = plain._replace(numbers=[int(n) for n in plain.numbers])  # the ends of a window are no symbols
+        with as_it_is(q), torch.no_grad():
+            try:
+                call = self.resolver.normalise(q, k, v, parts, plain)
+                _, pair = self.resolver.choose(call, plain, traced=True)
+            except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises it as it is
+                raise NotImplementedError(str(error)) from error
+            result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
         return _given(result, torch.empty((), dtype=torch.int64, device="cpu"), call.facts.training)
 
     def _backward(
@@ -169,13 +148,13 @@ class Operators:
         *values: Any,
     ) -> tuple[Tensor, ...]:
         plain = Plain(*values)
-        call = self.resolver.normalise(q, k, v, parts, plain)
-        pair = self.resolver.pair(int(chosen), call)
-        refuse_lse_gradient(pair, grad_lse)
-        held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
-        ends = (out, lse) if pair.reads_inputs else (None, None)
-        wanted = call.facts.wanted
-        with torch.no_grad():
+        with as_it_is(q), torch.no_grad():
+            call = self.resolver.normalise(q, k, v, parts, plain)
+            pair = self.resolver.pair(int(chosen), call)
+            refuse_lse_gradient(pair, grad_lse)
+            held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
+            ends = (out, lse) if pair.reads_inputs else (None, None)
+            wanted = call.facts.wanted
             *grads, dbias = pair.backward(
                 grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
             )

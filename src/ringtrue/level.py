@@ -6,7 +6,8 @@ the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps
 top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their number;
 such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly, and which
 does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and cuDNN's kernel).
-Rows at ordinary levels are left as they are, bit by bit. Not mended: a flat row whose keys lie in several ring steps,
+Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask is written out for
+all queries and keys, as one dense mask. Not mended: a flat row whose keys lie in several ring steps,
 and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is made for
 all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
+from .masks import allowed
 
 HUGE = 1024.0  # below it, float32 keeps 1e-4 of a log; eager attention loses as much when it adds the bias
 FLAT = 2.0**53
@@ -33,11 +35,13 @@ def level(pair: OpPair) -> OpPair:
     return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), shapes=shapes)
 
 
-def _forward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+def _forward(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
+) -> ForwardOut:
     if mask.bias is None or options.levelled:
         return pair.forward(q, k, v, mask, rng, options)
     options = replace(options, levelled=True)
-    mask = _joined(mask)
+    mask = _joined(mask, q.shape[1], k.shape[1])
     shift, at_top = row_levels(_as_wide_as(mask, k.shape[1]), q.shape[1], accumulate_dtype(q.dtype))
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
     saved = (shift, at_top, result.lse, *result.saved)
@@ -54,7 +58,7 @@ def _backward(
     mask: Mask,
     out: Tensor | None,
     lse: Tensor | None,
-    rng: object,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
@@ -65,9 +69,12 @@ def _backward(
     shift, at_top, own, *inner = saved
     if lse is not None and lse.numel():
         # our own lse comes back as it was; one that came from more keys is moved
-        lse = torch.where(lse == own + shift, own, lse - shift)
+        same = own + (lse - lse.detach()).nan_to_num(0.0)  # a second derivative is still lse's
+        lse = torch.where(lse == own + shift, same, lse - shift)
     grad_out = (grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(shift.dtype)).to(grad_out.dtype)
-    moved = _moved(_joined(mask), shift)
+    grad_lse = None if grad_lse is None else grad_lse / at_top
+    k_len = mask.bias.shape[-1] if k is None else k.shape[1]
+    moved = _moved(_joined(mask, grad_out.shape[1], k_len), shift)
     grads = pair.backward(grad_out, grad_lse, q, k, v, moved, out, lse, rng, tuple(inner), options, wanted)
     return grads if grads.dbias is None else grads._replace(dbias=_to_user(grads.dbias, mask))
 
@@ -129,12 +136,22 @@ def _common(bias: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole < 0, whole, lowest.clamp_min(0.0))
 
 
-def _joined(mask: Mask) -> Mask:
-    """A bias per key beside a bool mask as one float mask: only both together tell what is at the top of a query."""
-    if mask.key_bias is None or mask.dense is None:
+def _joined(mask: Mask, q_len: int, k_len: int) -> Mask:
+    """A float mask beside what else hides single keys from a query, as one: only both tell what is at its top.
+
+    That is a bool mask beside a bias per key, a window, or segments; the causal end stays as it is.
+    """
+    bounded = mask.since is not None or mask.q_segments is not None
+    if not bounded and (mask.key_bias is None or mask.dense is None):
         return mask
-    bias = mask.key_bias[:, None, None, :].masked_fill(~mask.dense, -torch.inf)
-    return replace(mask, dense=bias, key_bias=None)
+    bias, hides = mask.bias, replace(mask, dense=None, key_bias=None, key_keep=None, causal=None)
+    assert bias is not None
+    bias = bias if bias.dim() == 4 else bias[:, None, None, :]
+    if mask.key_bias is not None and mask.dense is not None:
+        bias = bias.masked_fill(~mask.dense, -torch.inf)
+    places = allowed(hides, q_len, k_len, bias.device)
+    bias = bias if places is None else torch.where(places, bias, -torch.inf)
+    return Mask(bias, mask.key_keep, causal=mask.causal)
 
 
 def _as_wide_as(mask: Mask, k_len: int) -> Mask:

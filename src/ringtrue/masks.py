@@ -1,11 +1,12 @@
 """What users pass as `attn_mask`, and how a Mask becomes a dense bias or names the rows that see nothing.
 
-`Causal`, `KeyPadding`, `KeyBias` and `Dense` join with `&`; `call.py` turns the result into one contract.Mask.
+`Causal`, `Window`, `Segments`, `KeyPadding`, `KeyBias` and `Dense` join with `&`; `call.py` makes one contract.Mask.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from .contract import Mask
 from .errors import ArgumentError, message
+
+BLOCK = 1024  # rows of a mask that are written out at a time
 
 
 class MaskPart:
@@ -56,6 +59,68 @@ class Causal(MaskPart):
             )
 
 
+@dataclass(frozen=True)
+class Window(MaskPart):
+    """Query i sees keys i - left to i + right, both included; None = no limit on that side.
+
+    Positions are token positions from the first query and key on, as for `Causal()`. A negative number moves that end
+    to the other side: Window(5, -2) sees i - 5 to i - 2. Joined with `Causal()` no later key is seen, whatever right.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        ends: tuple[object, object] = (self.left, self.right)
+        whole = all(n is None or (isinstance(n, int) and not isinstance(n, bool)) for n in ends)
+        if not whole or (self.left is not None and self.right is not None and self.left + self.right < 0):
+            raise ArgumentError(
+                message(
+                    "Window: no such window",
+                    limit="left and right are ints or None, left + right >= 0",
+                    value=f"left={self.left!r}, right={self.right!r}",
+                    remedy="Window(0, 0) is each token alone; None is no limit",
+                )
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(MaskPart):
+    """Which document each token belongs to: integers (B, Sq) and (B, Sk); only equal ids attend. k_ids None = q_ids."""
+
+    q_ids: Tensor
+    k_ids: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Segments({short(self.q_ids)}{'' if self.k_ids is None else f', {short(self.k_ids)}'})"
+
+    def __post_init__(self) -> None:
+        for ids in (self.q_ids, *(() if self.k_ids is None else (self.k_ids,))):
+            _require(ids, "Segments", "integer (B, S)", _is_integer)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int | None = None) -> Segments:
+        """Documents packed into one sequence (B = 1), from where each begins and the last one ends: [0, a, b, .., S].
+
+        On the CPU the numbers are checked. On a device nothing is read back where `length` (S) is given, and nothing
+        checked: tokens past the last end are one more document. Without `length` both happen, at the cost of a wait.
+        """
+        _require(cu_seqlens, "Segments.from_cu_seqlens", "integer (documents + 1,)", _is_integer, dims=1)
+        if length is None or cu_seqlens.device.type == "cpu":
+            ends = cu_seqlens.tolist()
+            if len(ends) < 2 or ends[0] != 0 or ends != sorted(ends) or length not in (None, ends[-1]):
+                raise ArgumentError(
+                    message(
+                        "Segments.from_cu_seqlens: these are no ends of documents",
+                        limit=f"[0, ..., {'S' if length is None else length}], ascending",
+                        value=f"{len(ends)} numbers, from {ends[:1]} to {ends[-1:]}",
+                    )
+                )
+            length = ends[-1]
+        tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        return cls(torch.bucketize(tokens, cu_seqlens, right=True, out_int32=True).unsqueeze(0))
+
+
 @dataclass(frozen=True, eq=False)
 class KeyPadding(MaskPart):
     """Which keys are real, per sample: bool (B, Sk), True = may be attended to. Sharded like the keys."""
@@ -66,7 +131,7 @@ class KeyPadding(MaskPart):
         return f"KeyPadding({short(self.keep)})"
 
     def __post_init__(self) -> None:
-        _require(self.keep, "KeyPadding", "bool (B, Sk)", want_bool=True)
+        _require(self.keep, "KeyPadding", "bool (B, Sk)", lambda dtype: dtype == torch.bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +144,7 @@ class KeyBias(MaskPart):
         return f"KeyBias({short(self.bias)})"
 
     def __post_init__(self) -> None:
-        _require(self.bias, "KeyBias", "float (B, Sk)", want_bool=False)
+        _require(self.bias, "KeyBias", "float (B, Sk)", lambda dtype: dtype.is_floating_point)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +175,7 @@ def parts_of(mask: object) -> tuple[MaskPart, ...]:
     raise ArgumentError(
         message(
             "attn_mask is neither a tensor nor a mask object",
-            limit="a tensor, Causal, KeyPadding, KeyBias, or several joined by &",
+            limit="a tensor, Causal, Window, Segments, KeyPadding, KeyBias, or several joined by &",
             value=type(mask).__name__,
             remedy="wrap a per-sample key mask as KeyPadding(bool_tensor)",
         )
@@ -155,11 +220,8 @@ def put_together(mask: str, tensors: list[Tensor], numbers: list[int]) -> MaskPa
     return MaskSet(tuple(parts)) if len(parts) > 1 else next(iter(parts), None)
 
 
-def _require(tensor: object, name: str, form: str, *, want_bool: bool) -> None:
-    fits = isinstance(tensor, Tensor) and tensor.dim() == 2
-    if fits and isinstance(tensor, Tensor):
-        fits = tensor.dtype == torch.bool if want_bool else tensor.dtype.is_floating_point
-    if not fits:
+def _require(tensor: object, name: str, form: str, fits: Callable[[torch.dtype], bool], dims: int = 2) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dim() != dims or not fits(tensor.dtype):
         value = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ArgumentError(
             message(
@@ -171,10 +233,14 @@ def _require(tensor: object, name: str, form: str, *, want_bool: bool) -> None:
         )
 
 
+def _is_integer(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+
+
 def allowed(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tensor | None:
     """Where attention is allowed, bool, broadcastable to (B, H, Sq, Sk); None = everywhere. -inf biases count as not.
 
-    Has the user's mask's size at most, but for causal: then it is (.., Sq, Sk). For exact maths and the truth only.
+    Has the user's mask's size at most, but for causal, windows and segments: then it is (.., Sq, Sk).
     """
     parts = []
     if mask.dense is not None:
@@ -183,8 +249,12 @@ def allowed(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tensor 
         parts.append(mask.key_keep[:, None, None, :])
     if mask.key_bias is not None:
         parts.append((mask.key_bias != float("-inf"))[:, None, None, :])
-    if mask.causal is not None:
-        parts.append(torch.ones(q_len, k_len, dtype=torch.bool, device=device).tril(mask.causal)[None, None])
+    if mask.q_segments is not None and mask.k_segments is not None:
+        parts.append((mask.q_segments.unsqueeze(2) == mask.k_segments.unsqueeze(1)).unsqueeze(1))
+    if mask.causal is not None or mask.since is not None:
+        band = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
+        band = band if mask.causal is None else band.tril(mask.causal)
+        parts.append((band if mask.since is None else band.triu(mask.since))[None, None])
     result = None
     for part in parts:
         result = part if result is None else result & part
@@ -192,7 +262,7 @@ def allowed(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tensor 
 
 
 def dense_bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """All of a mask but its causal part, as one additive bias of `dtype`; -inf where attention is not allowed."""
+    """The tensors of a mask, segments left out, as one additive bias of `dtype`; -inf where they do not allow."""
     bias = None
     for part in (mask.dense, _rows(mask.key_keep), _rows(mask.key_bias)):
         if part is None:
@@ -205,20 +275,54 @@ def dense_bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
     return bias
 
 
+def whole_bias(mask: Mask, dtype: torch.dtype, q_len: int, k_len: int, device: torch.device) -> Tensor:
+    """All of a mask as one additive bias of `dtype`, (.., Sq, Sk): for a block of rows, never for all of them."""
+    bias = dense_bias(mask, dtype)
+    places = allowed(replace(mask, dense=None, key_keep=None, key_bias=None), q_len, k_len, device)
+    bias = torch.zeros(1, 1, q_len, k_len, dtype=dtype, device=device) if bias is None else bias
+    return bias if places is None else torch.where(places, bias, float("-inf"))
+
+
+def row_blocks(q_len: int) -> list[slice]:
+    """All rows, a block at a time."""
+    return [slice(start, min(start + BLOCK, q_len)) for start in range(0, q_len, BLOCK)]
+
+
 def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tensor | None:
     """Which queries may attend to at least one key: bool, broadcastable to (B, H, Sq); None = all of them.
 
-    Cheap: nothing of size Sq x Sk is made unless the user passed a mask with rows.
+    Cheap: nothing of size Sq x Sk is made unless the user passed a mask with rows; segments are compared with all keys
+    for a block of rows at a time.
     """
-    causal = mask.causal
+    if mask.q_segments is not None:
+        found = []
+        for rows in row_blocks(q_len):
+            seen = allowed(mask.at(rows, slice(0, k_len)), rows.stop - rows.start, k_len, device)
+            found.append(seen.any(-1))  # type: ignore[union-attr]
+        return torch.cat(found, -1)
     keys = allowed(Mask(mask.dense, mask.key_keep, mask.key_bias), q_len, k_len, device)
-    if causal is None:
+    if mask.causal is None and mask.since is None:
         return None if keys is None else keys.any(-1)
-    reach = torch.arange(q_len, device=device) + causal  # the last key a query may see
+    row = torch.arange(q_len, device=device)
+    # the first key a query may see, and the one after the last
+    first = torch.zeros_like(row) if mask.since is None else (row + mask.since).clamp(0, k_len)
+    last = torch.full_like(row, k_len) if mask.causal is None else (row + mask.causal + 1).clamp(0, k_len)
     if keys is None:
-        return None if causal >= 0 else (reach >= 0)[None, None]
-    # argmax finds the first key that the other parts allow (0 where keys broadcast, or where there is none)
-    return keys.any(-1) & (keys.to(torch.uint8).argmax(-1) <= reach)
+        starts = mask.since is None or mask.since < k_len - q_len + 1
+        ends = mask.causal is None or mask.causal >= 0
+        return None if starts and ends and _overlaps(mask) else (first < last)[None, None]
+    if keys.shape[-1] == 1:
+        return keys.squeeze(-1) & (first < last)
+    if mask.since is None:  # argmax finds the first key that the other parts allow, or 0 where there is none
+        return keys.any(-1) & (keys.to(torch.uint8).argmax(-1) < last)
+    before = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # allowed keys before each key
+    until_last, until_first = (before.take_along_dim(key[None, None, :, None], -1) for key in (last, first))
+    return (until_last > until_first).squeeze(-1)
+
+
+def _overlaps(mask: Mask) -> bool:
+    """Whether the two ends of a window leave anything between them."""
+    return mask.since is None or mask.causal is None or mask.since <= mask.causal
 
 
 def _rows(keys: Tensor | None) -> Tensor | None:

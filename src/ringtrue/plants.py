@@ -134,7 +134,7 @@ def added(mask: Mask, dtype: torch.dtype) -> Mask:
         keep = None
     if dense is mask.dense and keep is mask.key_keep:
         return mask
-    return Mask(dense, keep, key_bias, causal=mask.causal)
+    return replace(mask, dense=dense, key_keep=keep, key_bias=key_bias)
 
 
 def lse_missing(pair: OpPair) -> Planted:

@@ -10,7 +10,7 @@ import torch
 from ringtrue.audit.cases import CASES, case
 from ringtrue.audit.inputs import STORAGE, VALUES, Case, Inputs, build
 from ringtrue.audit.judge import truth_of
-from ringtrue.audit.patterns import DENSE, KEYS
+from ringtrue.audit.patterns import DENSE, KEYS, SEGMENTS
 
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 FULL = [c for c in CASES if 0 not in c.shape]
@@ -72,7 +72,7 @@ def test_the_cases_cover_what_the_design_asks_for() -> None:
     assert {c.storage for c in CASES} == set(STORAGE)
     assert {c.values for c in CASES} == set(VALUES)
     patterns = {p.partition(":")[0].removesuffix("_input") for c in CASES for p in c.mask.split("+") if p}
-    assert patterns == set(DENSE) | set(KEYS)
+    assert patterns == set(DENSE) | set(KEYS) | set(SEGMENTS)
     offsets = [(c.causal, c.k_len - c.q_len) for c in FULL if c.causal is not None]
     assert any(o < 0 for o, _ in offsets)
     assert any(o == bottom_right != 0 for o, bottom_right in offsets)

@@ -26,6 +26,8 @@ SMALL = (
     Case("lse", 4, 5, grad_lse=True),
     Case("lse-blind-bias", 6, 5, mask="blind:bqk+bias_input", causal=2, grad_lse=True),
     Case("softcap", 4, 5, values="peaked", softcap=1.5, mask="float_input:qk"),
+    Case("window", 6, 5, causal=1, since=-2, grad_lse=True),
+    Case("segments-window", 6, 5, mask="apart+bias_input", since=-3, softcap=2.0),
 )
 EVERY = pytest.mark.parametrize("case", [replace(c, dtype=torch.float64) for c in SMALL], ids=lambda c: c.id)
 
@@ -47,6 +49,10 @@ def allowed(mask: Mask, b: int, h: int, i: int, j: int) -> bool:
         keeps.append(mask.key_keep[b, j].item())
     if mask.key_bias is not None:
         biases.append(mask.key_bias[b, j].item())
+    if mask.q_segments is not None and mask.k_segments is not None:
+        keeps.append(mask.q_segments[b, i].item() == mask.k_segments[b, j].item())
+    if mask.since is not None:
+        keeps.append(j >= i + mask.since)
     return all(keeps) and -math.inf not in biases and (mask.causal is None or j <= i + mask.causal)
 
 

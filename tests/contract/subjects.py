@@ -11,8 +11,9 @@ import torch
 
 from contract.bridges import operator_pair, through_autograd
 from ringtrue.audit.cases import CASES
+from ringtrue.audit.drawn import drawn_mask
 from ringtrue.audit.inputs import Case, Inputs, build
-from ringtrue.audit.judge import Verdict, judge, truth_of
+from ringtrue.audit.judge import Verdict, judge, judged, truth_of
 from ringtrue.audit.laws import chunk_law, whole
 from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.audit.yardstick import yardstick
@@ -75,7 +76,7 @@ def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
         device=q.device.type, dtype=q.dtype, batch=q.shape[0], q_len=q.shape[1], k_len=k.shape[1], heads=q.shape[2],
         kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], mask_kinds=inputs.mask.kinds,
         bias_dtype=None if bias is None else bias.dtype, causal=inputs.mask.causal, wanted=inputs.wanted,
-        softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
+        dropout=case.dropout != 0, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
     )  # fmt: skip
     return not reasons_against(pair.claims, facts) and (pair.claims.dlse or not case.grad_lse)
 
@@ -105,9 +106,13 @@ def verdicts(
 ) -> list[Verdict]:
     """How a pair does on one case, as one call or under the chunk law: its functions, or the operators around it."""
     inputs = inputs_for(pair, case, device)
+    if case.dropout:  # right is only what belongs to the mask that this pair draws
+        inputs = replace(inputs, dropout=drawn_mask(pair, inputs))
     compiled = bridge == "compiled"
     if in_parts:
         result = chunk_law(operator_pair(pair) if compiled else pair, inputs, cuts(case))
     else:
         result = through_autograd(pair, inputs) if compiled else whole(pair, inputs)
+    if case.dropout:
+        return judged(result, inputs)
     return judge(result, *reference(case, device), inputs)

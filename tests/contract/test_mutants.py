@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from contract.subjects import DTYPES, SUBJECTS, Bridge, Subject, cases_for, parameters, verdicts
 from mutants.pairs import MUTANTS, Mutant
+from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
 from ringtrue.audit.judge import Verdict
 from ringtrue.contract import Claims
@@ -45,15 +47,15 @@ def every_fault() -> Iterator[object]:
 
 @pytest.mark.parametrize(("subject", "dtype", "fault", "bridge"), list(every_fault()))
 def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Mutant, bridge: Bridge) -> None:
-    for case, in_parts in _cases(subject, dtype):
+    for tried, in_parts in _cases(subject, dtype, fault.where):
         try:
-            found = verdicts(fault.make(subject.pair), case, subject.device, in_parts=in_parts, bridge=bridge)
+            found = verdicts(fault.make(subject.pair), tried, subject.device, in_parts=in_parts, bridge=bridge)
         except GradientError:  # an operator refuses a gradient that is not of its input's shape and dtype
             assert bridge == "compiled"
             return
         if not all(v.ok for v in found):
-            right = verdicts(subject.pair, case, subject.device, in_parts=in_parts, bridge=bridge)
-            assert all(v.ok for v in right), f"{case.id}: the pair fails without the fault too\n" + _text(right)
+            right = verdicts(subject.pair, tried, subject.device, in_parts=in_parts, bridge=bridge)
+            assert all(v.ok for v in right), f"{tried.id}: the pair fails without the fault too\n" + _text(right)
             return
     pytest.fail("passes every case")
 
@@ -67,8 +69,8 @@ def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: str) -> N
     planted = PLANTS[plant](subject.pair)
     dtype = min(subject.pair.claims.dtypes, key=str)
     worst = 0.0
-    for case, in_parts in _cases(subject, dtype):
-        found = verdicts(planted, case, subject.device, in_parts=in_parts)
+    for tried, in_parts in _cases(subject, dtype):
+        found = verdicts(planted, tried, subject.device, in_parts=in_parts)
         worst = max(worst, *(v.strain for v in found))
         if worst > 100:
             break
@@ -76,11 +78,25 @@ def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: str) -> N
     assert ran(planted) > 0
 
 
-def _cases(subject: Subject, dtype: torch.dtype) -> Iterator[tuple[Case, bool]]:
-    """Those that split first: under the chunk law a pair shows faults that one call hides."""
-    for in_parts in (True, False):
-        if subject.pair.claims.backward_from_lse or not in_parts:
-            yield from ((case, in_parts) for case in cases_for(subject, (dtype,), in_parts=in_parts))
+@pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+@pytest.mark.parametrize("name", ["lse-in-bf16-returned", "lse-in-bf16-in-backward"])
+def test_a_coarse_lse_is_found_among_ordinary_numbers(subject: Subject, name: str) -> None:
+    """Gaussian, at most 64 keys, no mask: in every dtype, and not only where something makes it worse."""
+    for dtype in subject.pair.claims.dtypes:
+        ordinary = replace(case("length-33"), dtype=dtype)
+        found = verdicts(MUTANTS[name].make(subject.pair), ordinary, subject.device)
+        assert not all(v.ok for v in found), dtype
+
+
+def _cases(subject: Subject, dtype: torch.dtype, where: str = "") -> Iterator[tuple[Case, bool]]:
+    """Those that split first: under the chunk law a pair shows faults that one call hides; then `where` in their id."""
+    order = [
+        (each, in_parts)
+        for in_parts in (True, False)
+        if subject.pair.claims.backward_from_lse or not in_parts
+        for each in cases_for(subject, (dtype,), in_parts=in_parts)
+    ]
+    yield from sorted(order, key=lambda each: where not in each[0].id)
 
 
 def _text(found: list[Verdict]) -> str:

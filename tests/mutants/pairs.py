@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair
+from ringtrue.audit.truth import bias_of, visible
+from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, accumulate_dtype
 from ringtrue.plants import BackwardCall, ForwardCall, changed, transposed_again
 
 MINUS_INF = float("-inf")
@@ -17,11 +18,15 @@ MINUS_INF = float("-inf")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault, and what a pair must claim and which dtypes its inputs must have for it to be one."""
+    """A fault, and what a pair must claim and which dtypes its inputs must have for it to be one.
+
+    where: a word in the ids of the cases that are tried first, which saves time and nothing else.
+    """
 
     make: Callable[[OpPair], OpPair]
     needs: Callable[[Claims], bool] = lambda claims: True
     dtypes: frozenset[torch.dtype] = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+    where: str = ""
 
 
 def backward_sees(change: Callable[[BackwardCall], BackwardCall]) -> Callable[[OpPair], OpPair]:
@@ -106,6 +111,92 @@ def blind_rows_nan(call: BackwardCall, grads: Grads) -> Grads:
     assert grads.dq is not None
     blind = (call.lse == MINUS_INF).transpose(1, 2).unsqueeze(-1)
     return grads._replace(dq=grads.dq.masked_fill(blind, float("nan")))
+
+
+def window_moved(*, first: int = 0, last: int = 0) -> Callable[[OpPair], OpPair]:
+    """A window that begins or ends one key away from where it should."""
+
+    def shift(call):  # type: ignore[no-untyped-def]
+        mask = call.mask
+        if mask.since is None:
+            return call
+        causal = None if mask.causal is None else mask.causal + last
+        return call._replace(mask=replace(mask, since=mask.since + first, causal=causal))
+
+    return both_see(shift, shift)
+
+
+def key_segments_ignored(call):  # type: ignore[no-untyped-def]
+    """The keys are taken to be in the documents of the queries at their places."""
+    mask = call.mask
+    if mask.q_segments is None:
+        return call
+    places = torch.arange(call.k.shape[1], device=call.k.device).clamp(max=call.q.shape[1] - 1)
+    return call._replace(mask=replace(mask, k_segments=mask.q_segments[:, places]))
+
+
+# Dropout, softcap
+
+
+def another_state(call: BackwardCall) -> BackwardCall:
+    """The state is not replayed: backward draws again."""
+    return call if call.rng is None else call._replace(rng=call.rng + torch.tensor([1, 0]))
+
+
+def dbias_without_lse(pair: OpPair) -> OpPair:
+    """What a gradient of lse adds to the gradient of a float mask is missing."""
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        return pair.backward(*call)._replace(dbias=pair.backward(*call._replace(grad_lse=None)).dbias)
+
+    return replace(pair, backward=backward)
+
+
+def softcap_after_mask(pair: OpPair) -> OpPair:
+    """c tanh((scale q k + bias) / c): what is hidden comes back at -c, and a bias is squeezed."""
+
+    def heads_first(call: ForwardCall | BackwardCall) -> Iterator[Tensor]:
+        group = call.q.shape[2] // call.k.shape[2]
+        for x, times in ((call.q, 1), (call.k, group), (call.v, group)):
+            yield x.double().transpose(1, 2).repeat_interleave(times, 1)
+
+    def capped(q: Tensor, k: Tensor, mask: Mask, options: Options) -> Tensor:
+        like = options.scale * q @ k.mT
+        scores = (like + bias_of(mask, like)).masked_fill(~visible(mask, like.shape, like.device), MINUS_INF)
+        return options.softcap * torch.tanh(scores / options.softcap)
+
+    def forward(*args: object) -> ForwardOut:
+        call = ForwardCall(*args)  # type: ignore[arg-type]
+        if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
+            return pair.forward(*call)
+        q, k, v = heads_first(call)
+        scores = capped(q, k, call.mask, call.options)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).to(call.q.dtype)
+        return ForwardOut(out, scores.logsumexp(-1).to(accumulate_dtype(call.q.dtype)))
+
+    def backward(*args: object) -> Grads:
+        call = BackwardCall(*args)  # type: ignore[arg-type]
+        if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
+            return pair.backward(*call)
+        q, k, v = heads_first(call)
+        scores, g = capped(q, k, call.mask, call.options), call.grad_out.double().transpose(1, 2)
+        weights, d_weights = scores.softmax(-1), g @ v.mT
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+        d_scores = call.options.scale * d_scores * (1 - (scores / call.options.softcap) ** 2)
+        grads = (d_scores @ k, d_scores.mT @ q, weights.mT @ g)
+        return Grads(
+            *(
+                d.unflatten(1, (x.shape[2], -1)).sum(2).transpose(1, 2).to(x.dtype)
+                for d, x in zip(grads, (call.q, call.k, call.v), strict=True)
+            )
+        )
+
+    return replace(pair, forward=forward, backward=backward)
+
+
+def no_softcap(call):  # type: ignore[no-untyped-def]
+    return call._replace(options=replace(call.options, softcap=0.0))
 
 
 # Keys and heads
@@ -210,7 +301,9 @@ MUTANTS: dict[str, Mutant] = {
     "out-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(out=torch.zeros_like(c.out)))),
     "dk-and-dv-swapped": Mutant(backward_gives(lambda c, g: g._replace(dk=g.dv, dv=g.dk))),
     "upstream-gradient-ignored": Mutant(backward_sees(lambda c: c._replace(grad_out=torch.ones_like(c.grad_out)))),
-    "upstream-gradient-of-lse-ignored": Mutant(backward_sees(lambda c: c._replace(grad_lse=None)), lambda c: c.dlse),
+    "upstream-gradient-of-lse-ignored": Mutant(
+        backward_sees(lambda c: c._replace(grad_lse=None)), lambda c: c.dlse, where="lse"
+    ),
     "scale-ignored": Mutant(both_see(default_scale, default_scale)),
     "scale-ignored-in-backward": Mutant(backward_sees(default_scale)),
     "scale-missing-in-dq": Mutant(backward_gives(lambda c, g: g._replace(dq=g.dq / (c.options.scale or 1)))),
@@ -223,6 +316,17 @@ MUTANTS: dict[str, Mutant] = {
     "causal-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=replace(c.mask, causal=None)))),
     "causal-bottom-right": Mutant(moved(lambda c: c.k.shape[1] - c.q.shape[1])),
     "causal-off-by-one": Mutant(moved(lambda c: -1)),
+    "window-begins-early": Mutant(window_moved(first=-1), lambda c: "window" in c.masks, where="window"),
+    "window-begins-late": Mutant(window_moved(first=1), lambda c: "window" in c.masks, where="window"),
+    "window-ends-early": Mutant(window_moved(last=-1), lambda c: "window" in c.masks, where="window"),
+    "window-ends-late": Mutant(window_moved(last=1), lambda c: "window" in c.masks, where="window"),
+    "segments-of-keys-ignored": Mutant(
+        both_see(key_segments_ignored, key_segments_ignored), lambda c: "segments" in c.masks, where="segments"
+    ),
+    "random-state-not-replayed": Mutant(backward_sees(another_state), lambda c: c.dropout, where="dropout"),
+    "softcap-ignored": Mutant(both_see(no_softcap, no_softcap), lambda c: c.softcap, where="softcap"),
+    "softcap-ignored-in-backward": Mutant(backward_sees(no_softcap), lambda c: c.softcap, where="softcap"),
+    "softcap-after-the-mask": Mutant(softcap_after_mask, lambda c: c.softcap, where="softcap"),
     "blind-rows-average": Mutant(blind_rows_average),
     "blind-rows-lse-zero": Mutant(forward_gives(lambda r: r._replace(lse=r.lse.masked_fill(r.lse == MINUS_INF, 0.0)))),
     "blind-rows-nan": Mutant(backward_gives(blind_rows_nan)),
@@ -237,5 +341,6 @@ MUTANTS: dict[str, Mutant] = {
         backward_gives(lambda c, g: g._replace(dq=g.dq.float(), dk=g.dk.float())), dtypes=SIXTEEN
     ),
     "dk-missing": Mutant(backward_gives(lambda c, g: g._replace(dk=None))),
+    "dbias-of-lse-missing": Mutant(dbias_without_lse, lambda c: c.dbias and c.dlse, where="lse"),
     "dbias-missing": Mutant(backward_gives(lambda c, g: g._replace(dbias=None)), lambda c: c.dbias),
 }

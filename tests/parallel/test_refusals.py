@@ -26,7 +26,7 @@ DIFFERENCES = {
     "mask kind": ("DisagreementError", "rank 0 none, or KeyPadding, rank 1 KeyBias float32"),
     "float beside bool": ("DisagreementError", "rank 1 KeyBias float32"),
     "own mistake": ("PeerError", "rank 1"),
-    "dropout": ("PeerError", "no-dropout"),
+    "dropout": ("PeerError", "dropout is not supported under context parallelism yet"),
     "another call": ("DisagreementError", "gather"),
 }
 
@@ -103,12 +103,12 @@ def test_the_same_on_the_twin(how: str) -> None:
     assert texts[1] != "nothing raised"
 
 
-def mask_call(mask: object, **config: object):
+def mask_call(mask: object, arguments: dict[str, object] | None = None) -> list[str]:
     def body(mesh: Rank) -> str:
-        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 2, mesh=mesh, **config))
+        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 2, mesh=mesh))
         q, k, v = (torch.randn(2, 3, 2, 8) for _ in range(3))
         with pytest.raises(rt.RingtrueError) as caught:
-            rt.attention(q, k, v, mask, parallel=cp)
+            rt.attention(q, k, v, mask, parallel=cp, **(arguments or {}))  # type: ignore[arg-type]
         return f"{type(caught.value).__name__}: {caught.value}"
 
     return World(2).run(body)
@@ -126,9 +126,27 @@ def test_mask_in_the_wrong_form() -> None:
         assert "sharded like the keys" in text
 
 
-def test_gradient_of_a_float_mask_is_refused() -> None:
-    for text in mask_call(rt.KeyBias(torch.zeros(2, 3, requires_grad=True))):
-        assert "gradient of a float mask" in text
+NOT_YET = {
+    "the gradient of a float mask": (rt.KeyBias(torch.zeros(2, 3, requires_grad=True)), {}),
+    "dropout": (None, {"dropout_p": 0.5}),
+    "softcap": (None, {"softcap": 2.0}),
+    "Window": (rt.Window(2), {}),
+    "Window on one side": (rt.Causal() & rt.Window(None, 3), {}),
+    "Segments": (rt.Segments(torch.zeros(2, 3, dtype=torch.int32)), {}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+@pytest.mark.parametrize("backend", ["auto", "native_math"])
+def test_what_one_device_can_and_a_context_cannot_yet(name: str, backend: str) -> None:
+    mask, arguments = NOT_YET[name]
+    q = torch.randn(2, 3, 2, 8)
+    alone = rt.attention(q, q, q, mask, **arguments)  # type: ignore[arg-type]
+    for text in mask_call(mask, {"backend": backend, **arguments}):
+        assert text.startswith("UnsupportedError")
+        assert f"{name.split(' on ')[0]} is not supported under context parallelism yet" in text
+        assert "parallel=False" in text
+    assert alone.shape == q.shape
 
 
 def test_degrees_that_do_not_fit() -> None:

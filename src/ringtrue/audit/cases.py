@@ -112,16 +112,29 @@ COMBINED = (
     Case("bias-keep-causal", 20, 20, mask="bias+keep_ragged", causal=-1),
     Case("all-of-them", 40, 40, mask="blind:bqk+keep_ragged+bias_infinite", causal=2, heads=4, kv_heads=2),
 )
+PLACES = (
+    Case("window", 20, 20, causal=2, since=-3),
+    Case("window-past", 40, 33, causal=0, since=-6, heads=4, kv_heads=2),
+    Case("window-from", 9, 20, since=4),
+    Case("window-to-none", 20, 9, causal=1, since=-1),
+    Case("window-bias", 20, 24, mask="bias+keep_ragged", causal=5, since=-4),
+    Case("segments", 33, 33, mask="documents"),
+    Case("segments-apart", 13, 18, mask="apart", grad_lse=True),
+    Case("segments-window-float", 20, 20, mask="documents+float:hqk", causal=0, since=-6),
+)
 DEEPER = (
     Case("softcap", 17, 33, values="peaked", softcap=3.0),
     Case("softcap-masked", 20, 20, mask="float:hqk+keep_ragged", causal=0, softcap=2.0),
+    Case("dropout", 17, 33, dropout=0.3, splits=False),
+    Case("dropout-gqa-masked", 20, 20, mask="float:hqk", causal=1, heads=4, kv_heads=2, dropout=0.5, splits=False),
+    Case("dropout-grad-lse", 13, 18, mask="blind:bqk", dropout=0.2, grad_lse=True, splits=False),
     Case("grad-lse", 17, 33, grad_lse=True),
     Case("grad-lse-one-key", 7, 1, grad_lse=True),
     Case("grad-lse-blind", 13, 18, mask="blind:bqk", grad_lse=True),
     Case("grad-lse-causal-gqa-bias", 20, 20, mask="bias", causal=-2, heads=4, kv_heads=2, grad_lse=True),
 )
 CASES: tuple[Case, ...] = (
-    *LENGTHS, *HEADS, *SCALES, *STORED, *DISTRIBUTIONS, *BOOLS, *FLOATS, *CAUSAL, *COMBINED, *DEEPER,
+    *LENGTHS, *HEADS, *SCALES, *STORED, *DISTRIBUTIONS, *BOOLS, *FLOATS, *CAUSAL, *COMBINED, *PLACES, *DEEPER,
 )  # fmt: skip
 
 

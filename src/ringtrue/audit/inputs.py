@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from .patterns import Shape, mask_from
 class Case:
     """One call, described. `mask` joins patterns of patterns.py by "+"; `storage` and `values` name the tables below.
 
-    splits=False: no merge over keys can be right, because an lse of -1e38 cannot hold the logarithm of their number.
+    causal and since are the offsets of contract.Mask. splits=False: no merge over keys can be right, because an lse of
+    -1e38 cannot hold the logarithm of their number, or because parts draw other dropout masks than the whole.
     """
 
     id: str
@@ -30,10 +31,12 @@ class Case:
     k_len: int
     mask: str = ""
     causal: int | None = None
+    since: int | None = None
     storage: str = "plain"
     values: str = "gaussian"
     scale: float | None = None
     softcap: float = 0.0
+    dropout: float = 0.0
     batch: int = 2
     heads: int = 3
     kv_heads: int | None = None
@@ -50,7 +53,10 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of one call, in the layouts of contract.py. dropout: the drawn mask (B, H, Sq, Sk), or None."""
+    """The tensors of one call, in the layouts of contract.py.
+
+    rng: the random state of dropout; dropout: the mask (B, H, Sq, Sk) that the pair draws for it (drawn.py), or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -61,6 +67,7 @@ class Inputs:
     grad_lse: Tensor | None = None
     wanted: Wanted = Wanted(True, True, True)
     dropout: Tensor | None = None
+    rng: Tensor | None = None
 
 
 def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True) -> Inputs:
@@ -76,17 +83,18 @@ def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True)
     drawn = VALUES[case.values](*(torch.randn(shape, generator=draw) for shape in (*shapes, *shapes)))
     q, k, v, grad_out = STORAGE[case.storage](*(x.to(device, case.dtype) for x in drawn))
     grad_lse = torch.randn((case.batch, case.heads, case.q_len), generator=draw) if case.grad_lse else None
-    mask = mask_from(case.mask, case.shape, case.dtype, case.causal, draw, device)
+    mask = replace(mask_from(case.mask, case.shape, case.dtype, draw, device), causal=case.causal, since=case.since)
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
     return Inputs(
         q,
         k,
         v,
         mask,
-        Options(scale=scale, softcap=case.softcap, return_lse=True),
+        Options(scale=scale, softcap=case.softcap, dropout_p=case.dropout, return_lse=True),
         grad_out,
         None if grad_lse is None else grad_lse.to(device, accumulate_dtype(case.dtype)),
         Wanted(True, True, True, dbias and mask.bias is not None),
+        rng=torch.tensor([zlib.crc32(case.id.encode()), 0]) if case.dropout else None,
     )
 
 

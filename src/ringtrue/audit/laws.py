@@ -3,11 +3,12 @@
 Chunk law: forward on parts of K and V, merged, equals the whole; backward on each part with the *global* out and lse
 gives a dq that adds up and dk, dv that concatenate. Judged like any other result.
 Ring law: errors must not grow with the number of ranks beyond what right float32 sums cost.
+The order law, that nothing depends on what ran before, is in order.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,12 +21,12 @@ from .rule import RULE, Arithmetic
 from .truth import Quantities
 
 
-def whole(pair: OpPair, inputs: Inputs) -> Quantities:
-    """One forward and one backward call of a pair."""
+def whole(pair: OpPair, inputs: Inputs, stored: Callable[[Tensor], Tensor] = lambda out: out) -> Quantities:
+    """One forward and one backward call of a pair; `stored` gives out other strides on its way to backward."""
     x = inputs
-    result = pair.forward(x.q, x.k, x.v, x.mask, None, x.options)
+    result = pair.forward(x.q, x.k, x.v, x.mask, x.rng, x.options)
     held = (x.q, x.k, x.v) if pair.reads_inputs else (None, None, None)
-    ends = (result.out, result.lse) if pair.reads_inputs else (None, None)
+    ends = (stored(result.out), result.lse) if pair.reads_inputs else (None, None)
     grads = pair.backward(
         x.grad_out, x.grad_lse, *held, x.mask, *ends, result.rng, result.saved, x.options, x.wanted
     )  # fmt: skip

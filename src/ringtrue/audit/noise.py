@@ -10,7 +10,10 @@ With E_P the rms error of the weights and E_dS that of the score gradients, squa
     N_dbias^2 = E_dS^2 summed over broadcast dims + (u_bias |dbias|)^2
     N_lse^2  = rowsum((P u32 A)^2) + (u32 |lse|)^2      for float32 and float64 inputs only
 
-Softcap's slope multiplies E_dS on its way to dq and dk; dropout's mask M multiplies E_P in N_out and N_dv.
+Dropout's mask M multiplies E_P in N_out and N_dv, dP is M (g v^T). Softcap c, with t = tanh(X / c) and slope 1 - t^2:
+
+    u32 A becomes u32 sqrt((slope A)^2 + (c t)^2): tanh contracts the error of X, and rounds what it gives
+    E_dX^2 = slope^2 E_dS^2 + dS^2 ((2 t slope / c  u32 A)^2 + (2 t^2 u32)^2) takes the place of E_dS^2 in N_dq and N_dk
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def noise(truth: Truth, inputs: Inputs) -> Quantities:
     assert out is not None
     assert lse is not None
 
-    weights, score_error = truth.weights, u32 * truth.magnitude
+    weights, score_error = truth.weights, u32 * _scores(truth, inputs.options.softcap)
     weight_error2 = weights**2 * (u**2 + score_error**2)
     drawn_error2 = weight_error2 if inputs.dropout is None else weight_error2 * inputs.dropout.double() ** 2
     row_terms = (g2 * by_head(out) ** 2).sum(-1, keepdim=True)
@@ -43,7 +46,7 @@ def noise(truth: Truth, inputs: Inputs) -> Quantities:
         + (weights * u) ** 2 * row_terms
         + weight_error2 * (truth.grad_weights - truth.delta) ** 2
     )
-    scaled2 = inputs.options.scale**2 * grad_error2 * truth.slope**2
+    scaled2 = inputs.options.scale**2 * _before_cap(truth, grad_error2, u32, inputs.options.softcap)
     squares = Quantities(
         out=(drawn_error2 @ v2).transpose(1, 2),
         dq=(scaled2 @ k2).transpose(1, 2),
@@ -57,6 +60,21 @@ def noise(truth: Truth, inputs: Inputs) -> Quantities:
     of_scores = (weights * score_error).norm(dim=-1)
     rows = torch.hypot(of_scores, u32 * lse.abs())  # no square of 1e308
     return found._replace(lse=rows.masked_fill(lse == -torch.inf, 0.0))  # those are compared as they are
+
+
+def _scores(truth: Truth, cap: float) -> Tensor:
+    """What the rounding of a score is relative to."""
+    return torch.hypot(truth.slope * truth.magnitude, cap * (1 - truth.slope).sqrt()) if cap else truth.magnitude
+
+
+def _before_cap(truth: Truth, grad_error2: Tensor, u32: float, cap: float) -> Tensor:
+    """E_dX^2 from E_dS^2."""
+    if not cap:
+        return grad_error2
+    slope, tanh2 = truth.slope, 1 - truth.slope
+    slope_error2 = tanh2 * (2 * slope / cap * u32 * truth.magnitude) ** 2 + (2 * tanh2 * u32) ** 2
+    grad_scores = truth.weights * (truth.grad_weights - truth.delta)
+    return slope**2 * grad_error2 + grad_scores**2 * slope_error2
 
 
 def _dbias(truth: Truth, grad_error2: Tensor, inputs: Inputs) -> Tensor | None:

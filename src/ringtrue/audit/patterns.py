@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,10 +27,8 @@ class Shape(NamedTuple):
         return b, h, q, k
 
 
-def mask_from(
-    text: str, shape: Shape, dtype: torch.dtype, causal: int | None, draw: torch.Generator, device: torch.device | str
-) -> Mask:
-    """The mask a case describes. Float patterns are float32, those that end in "_input" of the inputs' `dtype`."""
+def mask_from(text: str, shape: Shape, dtype: torch.dtype, draw: torch.Generator, device: torch.device | str) -> Mask:
+    """The tensors of a case's mask. Float patterns are float32, those that end in "_input" of the inputs' `dtype`."""
     parts: dict[str, Tensor] = {}
     for pattern in filter(None, text.split("+")):
         name, _, axes = pattern.partition(":")
@@ -39,10 +36,13 @@ def mask_from(
         bias_dtype = dtype if of_input else torch.float32
         if axes:
             parts["dense"] = DENSE[kind](shape.at(axes), bias_dtype, draw).to(device)
+        elif kind in SEGMENTS:
+            q_ids, k_ids = SEGMENTS[kind](shape, draw)
+            parts |= {"q_segments": q_ids.to(device), "k_segments": k_ids.to(device)}
         else:
             field, make = KEYS[kind]
             parts[field] = make((shape.batch, shape.k_len), bias_dtype, draw).to(device)
-    return replace(Mask(**parts), causal=causal)  # type: ignore[arg-type]
+    return Mask(**parts)  # type: ignore[arg-type]
 
 
 def _keep(size: tuple[int, ...], draw: torch.Generator, share: float = 0.6) -> Tensor:
@@ -120,6 +120,19 @@ def ragged(size: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> 
     return torch.arange(size[1]) < lengths.unsqueeze(1)
 
 
+def documents(shape: Shape, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """int32 ids of documents, packed one after the other, other lengths in each sample; the same for keys."""
+    lasts = torch.rand(shape.batch, max(shape.q_len, shape.k_len), generator=draw) < 0.2
+    ids = lasts.cumsum(1).int()
+    return ids[:, : shape.q_len], ids[:, : shape.k_len]
+
+
+def apart(shape: Shape, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """int64 ids in no order, of queries and of keys; no key has the id of the first query of the first sample."""
+    q_ids, k_ids = (torch.randint(-1, 3, (shape.batch, n), generator=draw) for n in (shape.q_len, shape.k_len))
+    return q_ids.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(7)), k_ids
+
+
 def _blind_rows(size: tuple[int, ...]) -> Tensor:
     blind = torch.zeros(*size[:-1], 1, dtype=torch.bool)
     if len(size) == 4 and size[2] > 1:
@@ -143,6 +156,10 @@ DENSE: dict[str, Maker] = {
     "float_lowest": lowest,
     "float_lowest_rows": lowest_rows,
     "float_padding": ten_thousand,
+}
+SEGMENTS: dict[str, Callable[[Shape, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "documents": documents,
+    "apart": apart,
 }
 KEYS: dict[str, tuple[str, Maker]] = {
     "keep": ("key_keep", some),

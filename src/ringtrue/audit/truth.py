@@ -103,9 +103,13 @@ def by_head(x: Tensor) -> Tensor:
 def visible(mask: Mask, shape: torch.Size, device: torch.device) -> Tensor:
     """Which key each query may attend to: bool of the full `shape` (B, H, Sq, Sk). A bias of -inf forbids."""
     seen = torch.ones(shape, dtype=torch.bool, device=device)
+    row, key = torch.arange(shape[2], device=device).unsqueeze(1), torch.arange(shape[3], device=device)
     if mask.causal is not None:
-        row = torch.arange(shape[2], device=device).unsqueeze(1)
-        seen &= torch.arange(shape[3], device=device) <= row + mask.causal
+        seen &= key <= row + mask.causal
+    if mask.since is not None:
+        seen &= key >= row + mask.since
+    if mask.q_segments is not None and mask.k_segments is not None:
+        seen &= mask.q_segments[:, None, :, None] == mask.k_segments[:, None, None, :]
     for part in (mask.dense, mask.key_keep, mask.key_bias):
         if part is not None:
             part = part if part.dim() == 4 else part[:, None, None, :]

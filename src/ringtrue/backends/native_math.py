@@ -1,6 +1,6 @@
 """Attention written out from the formula, in float32 (float64 for float64 inputs), on any device; the reference pair.
 
-The only pair that gives every gradient there is: of the float mask, and from a gradient of lse.
+The only pair that gives every gradient there is: of the float mask, from a gradient of lse, and of a gradient.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options
 from ..masks import allowed
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
-    """softmax(scale q k^T + bias) v, rows that see nothing: out 0, lse -inf."""
-    scores = _scores(q, k, mask, options.scale)
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
+    """softmax(softcap(scale q k^T) + bias) v, rows that see nothing: out 0, lse -inf. Dropout falls on the weights."""
+    scores, _ = _scores(q, k, mask, options)
     lse = scores.logsumexp(-1)
-    out = _softmax(scores, lse) @ _heads_first(v, q.shape[2])
-    return ForwardOut(out.transpose(1, 2).to(q.dtype), lse)
+    weights = _dropped(_softmax(scores, lse), rng, options.dropout_p)
+    return ForwardOut((weights @ _heads_first(v, q.shape[2])).transpose(1, 2).to(q.dtype), lse, rng)
 
 
 def backward(
@@ -29,29 +29,46 @@ def backward(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: None,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
 ) -> Grads:
-    """dS = P (dP - delta), delta = rowsum(grad_out out) - grad_lse (FlashAttention-2, arXiv:2307.08691)."""
+    """dS = P (dP - delta), delta = rowsum(grad_out out) - grad_lse (FlashAttention-2, arXiv:2307.08691).
+
+    Differentiable by autograd itself, in all that it is given.
+    """
     heads, kv_heads = q.shape[2], k.shape[2]
-    weights = _weights(_scores(q, k, mask, options.scale), lse)
+    scores, slope = _scores(q, k, mask, options)
+    weights = _weights(scores, lse)
     g = _heads_first(grad_out, heads)
     delta = (g * _heads_first(out, heads)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.unsqueeze(-1)
-    d_scores = weights * (g @ _heads_first(v, heads).transpose(-1, -2) - delta)
+    d_weights = _dropped(g @ _heads_first(v, heads).transpose(-1, -2), rng, options.dropout_p)
+    d_scores = weights * (d_weights - delta)
+    d_raw = d_scores if slope is None else d_scores * slope
     dq = dk = dv = dbias = None
     if wanted.q:
-        dq = _back(options.scale * (d_scores @ _heads_first(k, heads)), heads, q)
+        dq = _back(options.scale * (d_raw @ _heads_first(k, heads)), heads, q)
     if wanted.k:
-        dk = _back(options.scale * (d_scores.transpose(-1, -2) @ _heads_first(q, heads)), kv_heads, k)
+        dk = _back(options.scale * (d_raw.transpose(-1, -2) @ _heads_first(q, heads)), kv_heads, k)
     if wanted.v:
-        dv = _back(weights.transpose(-1, -2) @ g, kv_heads, v)
+        dv = _back(_dropped(weights, rng, options.dropout_p).transpose(-1, -2) @ g, kv_heads, v)
     if wanted.bias and mask.bias is not None:
         dbias = _to_bias(d_scores, mask)
     return Grads(dq, dk, dv, dbias)
+
+
+def _dropped(x: Tensor, rng: Tensor | None, p: float) -> Tensor:
+    """(B, H, Sq, Sk) times the mask that a random state stands for: 0 with probability p, else 1 / (1 - p)."""
+    if p == 0.0 or rng is None:
+        return x
+    seed, offset = rng.tolist()
+    generator = torch.Generator(x.device)
+    generator.manual_seed((seed + offset * 0x9E3779B97F4A7C15) % 2**64)  # odd: every offset is another stream
+    drawn = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32) >= p
+    return x.masked_fill(~drawn, 0.0) / (1.0 - p)
 
 
 def _heads_first(x: Tensor, heads: int) -> Tensor:
@@ -65,15 +82,19 @@ def _back(grad: Tensor, heads: int, like: Tensor) -> Tensor:
     return grad.unflatten(1, (heads, -1)).sum(2).transpose(1, 2).to(like.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
-    heads = q.shape[2]
-    scores = scale * (_heads_first(q, heads) @ _heads_first(k, heads).transpose(-1, -2))
+def _scores(q: Tensor, k: Tensor, mask: Mask, options: Options) -> tuple[Tensor, Tensor | None]:
+    """softcap(scale q k^T) + bias, -inf where not allowed; and softcap's slope, None without one."""
+    heads, cap, slope = q.shape[2], options.softcap, None
+    scores = options.scale * (_heads_first(q, heads) @ _heads_first(k, heads).transpose(-1, -2))
+    if cap:
+        share = torch.tanh(scores / cap)
+        scores, slope = cap * share, 1.0 - share * share
     if mask.dense is not None and mask.dense.dtype != torch.bool:
         scores = scores + mask.dense.to(scores.dtype)
     if mask.key_bias is not None:
         scores = scores + mask.key_bias.to(scores.dtype)[:, None, None, :]
     visible = allowed(mask, q.shape[1], k.shape[1], q.device)
-    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf")), slope
 
 
 def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
@@ -96,14 +117,17 @@ def _to_bias(d_scores: Tensor, mask: Mask) -> Tensor:
 
 CLAIMS = Claims(
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
-    masks=frozenset({"dense_bool", "dense_float", "key_keep", "key_bias"}),
+    masks=frozenset({"dense_bool", "dense_float", "key_keep", "key_bias", "segments", "window"}),
     bias_dtype="any",
     causal="offset",
     gqa=True,
     value_dim=True,
     any_strides=True,
+    dropout=True,
+    softcap=True,
     dbias=True,
     dlse=True,
+    double_backward=True,
     arithmetic="float32",
 )
 PAIR = OpPair("native_math", forward, backward, CLAIMS)

@@ -166,14 +166,7 @@ class ContextParallel:
 
     def facts(self, call: Call) -> Facts:
         """The facts as a kernel of this context meets them: exchanges need lse, a ring's backward gets a merged one."""
-        if call.facts.wanted.bias:
-            raise UnsupportedError(
-                message(
-                    "the gradient of a float mask is not supported under context parallelism yet",
-                    call=call.text,
-                    remedy="mask.detach(), or parallel=False with native_math",
-                )
-            )
+        _refuse_what_is_not_passed_around(call)
         ring = self.config.ring_degree > 1
         return replace(call.facts, needs_lse=call.facts.needs_lse or self.size > 1, from_lse=ring)
 
@@ -202,6 +195,27 @@ class ContextParallel:
         if not -x.dim() <= dim < x.dim():
             raise ArgumentError(message("dim is out of range", limit=f"{-x.dim()} to {x.dim() - 1}", value=dim))
         return dim % x.dim()
+
+
+def _refuse_what_is_not_passed_around(call: Call) -> None:
+    """What one device can and a context cannot yet, whatever the backend."""
+    facts = call.facts
+    table = (
+        (facts.wanted.bias, "the gradient of a float mask", "mask.detach()"),
+        (facts.dropout, "dropout", "dropout_p=0"),
+        (facts.softcap, "softcap", "softcap=0"),
+        (call.window != (None, None), "Window", "a mask with this rank's rows"),
+        ("segments" in facts.mask_kinds, "Segments", "a mask with this rank's rows"),
+    )
+    for hit, what, remedy in table:
+        if hit:
+            raise UnsupportedError(
+                message(
+                    f"{what} is not supported under context parallelism yet",
+                    call=call.text,
+                    remedy=f"{remedy}, or parallel=False with native_math",
+                )
+            )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def ring(pair: OpPair, comm: Comm, schedule: Schedule, wanted: Wanted) -> OpPair
     """
     op = _Ring(pair, comm, schedule, wanted)
     # the gradient of lse, and of a float mask, are not passed around yet
-    claims = replace(pair.claims, dlse=False, dbias=False)
+    claims = replace(pair.claims, dlse=False, dbias=False, double_backward=False)
     return replace(pair, forward=op.forward, backward=op.backward, claims=claims)
 
 

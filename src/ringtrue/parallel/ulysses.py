@@ -73,7 +73,7 @@ def ulysses(
     `wanted` is what any rank wants. It keeps what backward needs in the exchanged layout.
     """
     op = _Ulysses(pair, comm, shares, q_lengths, k_lengths, wanted, mask_rows)
-    claims = replace(pair.claims, dlse=False, dbias=False)
+    claims = replace(pair.claims, dlse=False, dbias=False, double_backward=False)
     return replace(pair, forward=op.forward, backward=op.backward, claims=claims, reads_inputs=False)
 
 

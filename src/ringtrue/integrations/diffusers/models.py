@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch import nn
 
 import ringtrue as rt
 
-RELEASES = r"0\.42\.\d+"
 ATTRIBUTE = "_ringtrue"  # where a model keeps its binding
 
 
@@ -47,26 +45,37 @@ FLUX = Family(
     refused=("FluxIPAdapterAttnProcessor",),
 )
 FAMILIES = (FLUX,)
+PACKAGE = rt.optional.Package(
+    "diffusers",
+    "pip install 'ringtrue[diffusers]'",
+    at_least="0.39",
+    below="0.43",
+    attributes=tuple(family.name for family in FAMILIES),
+)
 
 
 def require(call: str) -> None:
-    """UnsupportedError unless a diffusers release is installed that this package was written for."""
-    try:
-        import diffusers
-    except ImportError as error:
+    """UnsupportedError unless diffusers is installed, in a release that this package was run with, and can be used."""
+    reason = rt.optional.why_not(PACKAGE)
+    if reason is not None:
         text = rt.errors.message(
-            "diffusers is not installed", call=f"{call}(...)", remedy="pip install 'ringtrue[diffusers]'"
-        )
-        raise rt.UnsupportedError(text) from error
-    if not re.fullmatch(RELEASES, diffusers.__version__):
-        text = rt.errors.message(
-            "this release of diffusers is not supported",
+            f"[{reason.code}] {reason.text}",
             call=f"{call}(...)",
-            limit="0.42.x",
-            value=diffusers.__version__,
-            remedy="pip install 'diffusers>=0.42,<0.43'",
+            limit=reason.limit,
+            value=reason.value,
+            remedy=reason.remedy,
         )
         raise rt.UnsupportedError(text)
+    try:
+        from . import theirs  # noqa: F401
+    except Exception as error:  # a release in range that moved a name, or half an installation
+        text = rt.errors.message(
+            "diffusers is installed, but cannot be used",
+            call=f"{call}(...)",
+            value=f"{type(error).__name__}: {error}",
+            remedy=PACKAGE.install,
+        )
+        raise rt.UnsupportedError(text) from error
 
 
 def family_of(model: object, call: str) -> Family:

@@ -1,0 +1,46 @@
+"""No pair remembers: every call of an order of calls is right, whatever ran before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from contract.subjects import SUBJECTS, Subject, parameters
+from mutants.memories import MEMORIES
+from ringtrue.audit.order import orders, run
+from ringtrue.contract import OpPair
+
+EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+
+
+def broken(pair: OpPair, device: str, dtype: torch.dtype, length: int = 16) -> Iterator[str]:
+    """What is wrong in any order, in words."""
+    for order in orders(pair.claims, dtype, device, length):
+        names = " > ".join(step.name for step in order)
+        for name, verdicts in run(pair, order):
+            yield from (f"{names}: {name}: {v}" for v in verdicts if not v.ok)
+
+
+TYPED = [
+    pytest.param(s, dtype, id=f"{s}-{dtype}", marks=parameters(s).marks)  # type: ignore[attr-defined]
+    for s in SUBJECTS
+    for dtype in sorted(s.pair.claims.dtypes, key=str)
+]
+
+
+@pytest.mark.parametrize(("subject", "dtype"), TYPED)
+def test_a_call_does_not_depend_on_what_ran_before(subject: Subject, dtype: torch.dtype) -> None:
+    found = list(broken(subject.pair, subject.device, dtype))
+    assert not found, "\n".join(found)
+
+
+@EVERY
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_memory_is_found(subject: Subject, name: str) -> None:
+    memory = MEMORIES[name]
+    if not memory.needs(subject.pair.claims):
+        pytest.skip(f"{subject} does not claim what this memory would keep")
+    dtype = min(subject.pair.claims.dtypes, key=str)
+    assert next(broken(memory.make(subject.pair), subject.device, dtype), None)

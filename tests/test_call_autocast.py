@@ -1,0 +1,97 @@
+"""Autocast: what torch's own attention casts is cast here, gradients come back in the dtypes that went in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import ringtrue as rt
+from calls import EVERY_BACKEND, HERE, WIDEST, claims_of, like, qkv, refused, unreachable
+from calls import one_thread as one_thread
+from ringtrue.call import normalise
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("to", NARROW)
+@pytest.mark.parametrize("q_dtype", WIDEST)
+@pytest.mark.parametrize("v_dtype", WIDEST)
+def test_the_dtype_is_torchs_or_an_error_as_there(to: torch.dtype, q_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
+    q, k, v = qkv()
+    tensors = (q.to(q_dtype), k.to(q_dtype), v.to(v_dtype))
+    with torch.autocast("cpu", dtype=to):
+        try:
+            theirs = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors)).dtype
+        except RuntimeError:
+            with refused(rt.ArgumentError, "differ in dtype", "torch.float64"):
+                rt.attention(*tensors, backend=unreachable())
+        else:
+            assert rt.attention(*tensors).dtype == theirs
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("to", NARROW)
+@pytest.mark.parametrize("mask_dtype", [*WIDEST, torch.bool])
+def test_it_is_the_call_with_cast_inputs(backend: str, to: torch.dtype, mask_dtype: torch.dtype) -> None:
+    """Bit for bit, forward and backward, although backward runs under autocast too; the mask is cast like the rest."""
+    leaves = qkv(6, 5, grad=True)
+    leaves = (leaves[0], leaves[1], leaves[2].detach().to(to).requires_grad_())  # each for itself
+    mask: Any = torch.randn(6, 5).to(mask_dtype) if mask_dtype != torch.bool else torch.rand(6, 5) < 0.7
+    grads = claims_of(backend).dbias and mask_dtype != torch.bool
+    asked = [*leaves, *([mask.requires_grad_()] if grads else [])]
+    with torch.autocast("cpu", dtype=to):
+        out, lse = rt.attention(*leaves, mask, return_lse=True, backend=backend)
+        got = torch.autograd.grad(out, asked, like(out))
+    cast = mask if mask_dtype in (torch.bool, torch.float64) else mask.to(to)
+    by_hand, by_hand_lse = rt.attention(*(x.to(to) for x in leaves), cast, return_lse=True, backend=backend)
+    assert out.dtype == to
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, by_hand)
+    assert torch.equal(lse, by_hand_lse)
+    for a, b, x in zip(got, torch.autograd.grad(by_hand, asked, like(out)), asked, strict=True):
+        assert a.dtype == x.dtype
+        assert torch.equal(a, b)
+
+
+def test_keys_masks_are_cast_and_their_lowest_number_does_not_forbid() -> None:
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.tensor([[lowest, 0.0, -math.inf, 1.0, 2.0]] * 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        for given in (rt.KeyBias(bias), bias[:1, None, None]):
+            found = normalise(*qkv(6, 5), attn_mask=given).mask.bias
+            assert found is not None
+            assert found.dtype == torch.float16
+            assert found.flatten()[:5].tolist() == [torch.finfo(torch.float16).min, 0.0, -math.inf, 1.0, 2.0]
+        wide = normalise(*qkv(6, 5, dtype=torch.float64), attn_mask=bias[:1, None, None]).mask.dense
+        assert wide is not None
+        assert wide.dtype == torch.float32  # beside float64 inputs, which are not cast, nor is their mask
+
+
+@EVERY_BACKEND
+def test_nothing_is_cast_where_it_is_off(backend: str) -> None:
+    tensors = qkv()
+    expected = rt.attention(*tensors, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(rt.attention(*tensors, backend=backend), expected)
+        with refused(rt.ArgumentError, "differ in dtype", "torch.float32, torch.bfloat16, torch.float16"):
+            rt.attention(tensors[0], tensors[1].bfloat16(), tensors[2].half(), backend=backend)
+    for dtype in WIDEST:  # float64 is left as it is
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = rt.attention(*(x.to(dtype) for x in tensors), backend=backend)
+        assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", [b.name for b in HERE if b.pairs["cpu"].claims.double_backward])
+def test_a_second_derivative_under_autocast(backend: str) -> None:
+    tensors = qkv(5, dtype=torch.float32, grad=True)
+    found = []
+    for on in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            out = rt.attention(*(x if on else x.bfloat16() for x in tensors), backend=backend)
+            (dq,) = torch.autograd.grad(out, tensors[0], like(out), create_graph=True)
+        found.append(torch.autograd.grad(dq.square().sum(), tensors[1])[0])
+    assert torch.equal(*found)
