@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import autograd, scope, select
+from . import autograd, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
-from .checks import Asks, Checker, Described
-from .compiled import Normalised, Operators, Plain
-from .contract import Backend, Choice, Claims, OpPair, Reason, Wanted
+from .checks import Described
+from .contract import Backend, Choice, Claims, OpPair, Reason
 from .edge import widened
 from .errors import ArgumentError, message
-from .masks import MaskPart, put_together, taken_apart
+from .masks import MaskPart
 
 if TYPE_CHECKING:
     from .parallel.context import ContextParallel, DeclaredCall
@@ -73,7 +71,7 @@ def attention(
         "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
         "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
-    run = _run_compiled if torch.compiler.is_compiling() else _run
+    run = tracing.run if torch.compiler.is_compiling() and tracing.compilable(backend, parallel) else _run
     out, lse = run(query, key, value, backend, parallel, arguments)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
@@ -99,66 +97,6 @@ def _run(
         pair, anchored = context.plan(call, choices)
     rng = calls.random_state() if call.facts.dropout else None
     return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
-
-
-def _run_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    backend: str | OpPair | None,
-    parallel: object,
-    arguments: Mapping[str, object],
-) -> tuple[Tensor, Tensor]:
-    """The same for torch to trace: what no operator can be told is refused here, all else inside of the operators."""
-    asked, outside = (backend, False) if backend is not None else scope.traced_backend()
-    if isinstance(asked, OpPair) or parallel or (parallel is None and scope.traced_context() is not None):
-        return _run(query, key, value, backend, parallel, arguments)
-    asked = "" if asked is None else select.known(asked)
-    query, key, value = calls.autocast(query, key, value)
-    said = dict(arguments)
-    words, parts, numbers = taken_apart(said.pop("attn_mask"))
-    cast = [calls.cast_bias(part, query) for part in parts]
-    if said["deterministic"] is None:
-        said["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    check = Checker("", "bshd")  # torch cannot trace the description of a call
-    check.flags(**{n: said[n] for n in ("is_causal", "enable_gqa", "return_lse", "deterministic")})
-    check.kinds(**{n: said[n] for n in ("dropout_p", "scale", "softcap")})
-    rng = calls.random_state() if said["dropout_p"] else None
-    return OPERATORS(query, key, value, (words, cast, numbers), rng, said, asked, outside, parallel is False)
-
-
-class _Rooms:
-    """What the operators need of the rooms above the bridge (compiled.Resolver)."""
-
-    def normalise(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain) -> calls.Call:
-        return calls.normalise(
-            q, k, v,
-            attn_mask=put_together(plain.mask, parts, plain.numbers),
-            dropout_p=plain.dropout_p,
-            is_causal=plain.is_causal,
-            scale=plain.scale,
-            enable_gqa=plain.enable_gqa,
-            softcap=plain.softcap,
-            return_lse=plain.return_lse,
-            layout=plain.layout,
-            deterministic=plain.deterministic,
-            backend_options=ast.literal_eval(plain.options),
-            asks=Asks(Wanted(*plain.requires_grad), plain.grad_mode),
-        )  # fmt: skip
-
-    def choose(self, call: Normalised, plain: Plain, traced: bool) -> tuple[int, OpPair]:
-        if not traced and plain.outside:
-            scope.confirm_backend(plain.asked or None, call.text)
-        if not traced and not plain.alone:
-            scope.confirm_no_context(call.text)
-        choice = select.fitting(plain.asked or select.DEFAULT, call.facts, call.text, traced)[0]
-        return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend), choice.pair
-
-    def pair(self, chosen: int, call: Normalised) -> OpPair:
-        return select.composed(REGISTRY[chosen], call.facts.device)
-
-
-OPERATORS = Operators("ringtrue", _Rooms())
 
 
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:

@@ -100,9 +100,10 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: Asks | None) -> Facts:
+    bias = mask.bias
     if asks is None:
-        inputs = (q, k, v, mask.bias)
-        asks = Asks(Wanted(*(x is not None and x.requires_grad for x in inputs)), torch.is_grad_enabled())
+        requires_grad = Wanted(*(x is not None and x.requires_grad for x in (q, k, v, bias)))
+        asks = Asks(requires_grad, torch.is_grad_enabled())
     return Facts(
         device=q.device.type,
         dtype=q.dtype,
@@ -114,7 +115,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         head_dim=q.shape[3],
         value_dim=v.shape[3],
         mask_kinds=mask.kinds,
-        bias_dtype=None if mask.bias is None else mask.bias.dtype,
+        bias_dtype=None if bias is None else bias.dtype,
         causal=mask.causal,
         wanted=asks.wanted,
         mask_grad=asks.requires_grad.bias,
@@ -198,10 +199,10 @@ class _Joined:
         self.segments = (q_ids, k_ids)
 
 
-def cast_bias(bias: Tensor, q: Tensor) -> Tensor:
+def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
     to = autocast_dtype(q.device.type)
-    if to is None or q.dtype != to or not bias.is_floating_point() or bias.dtype in (torch.float64, to):
+    if to is None or q.dtype != to or bias.dtype in (torch.bool, torch.float64, to):
         return bias
     return _narrowed(bias, to)
 
@@ -210,7 +211,7 @@ def _in_range(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """A mask as autocast casts it; a float64 bias for narrower inputs in float32."""
     if bias is None:
         return None
-    bias = cast_bias(bias, q)
+    bias = autocast_bias(bias, q)
     if bias.dtype != torch.float64 or q.dtype == torch.float64:
         return bias
     return _narrowed(bias, torch.float32)

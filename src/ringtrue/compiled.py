@@ -8,7 +8,6 @@ tensor; results are contiguous and share no memory with anything. What torch tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,31 +99,9 @@ class Operators:
         self.attention, self.attention_backward = ops.attention.default, ops.attention_backward.default
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: tuple[str, list[Tensor], list[int]],
-        rng: Tensor | None,
-        arguments: Mapping[str, Any],
-        asked: str,
-        outside: bool,
-        alone: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, plain: Plain
     ) -> tuple[Tensor, Tensor]:
-        """out (B, Sq, H, Dv) and lse; torch traces this. `mask` was taken apart by `masks.taken_apart`."""
-        words, parts, numbers = mask
-        said = dict(arguments)
-        plain = Plain(
-            mask=words,
-            numbers=numbers,
-            requires_grad=[x.requires_grad for x in (q, k, v)] + [any(x.requires_grad for x in parts)],
-            grad_mode=torch.is_grad_enabled(),
-            options=repr(said.pop("backend_options") or {}),
-            asked=asked,
-            outside=outside,
-            alone=alone,
-            **said,
-        )
+        """out (B, Sq, H, Dv) and lse of a call that was taken apart; torch traces this."""
         out, lse, _, _ = self.attention(q, k, v, parts, rng, *plain)
         return out, lse
 
@@ -132,7 +109,7 @@ class Operators:
         self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
     ) -> tuple[Any, ...]:
         plain = Plain(*values)
-        with torch.no_grad(), as_it_is(q):
+        with as_it_is(q), torch.no_grad():
             call = self.resolver.normalise(q, k, v, parts, plain)
             chosen, pair = self.resolver.choose(call, plain, traced=False)
             result = pair.forward(call.q, call.k, call.v, call.mask, rng, call.options)
@@ -145,13 +122,14 @@ class Operators:
         plain = Plain(*values)
         if plain.scale is None:  # what stands for it would be computed from a head dim that may be a symbol
             plain = plain._replace(scale=1.0)
-        try:
-            with as_it_is(q):
+        plain = plain._replace(numbers=[int(n) for n in plain.numbers])  # the ends of a window are no symbols
+        with as_it_is(q), torch.no_grad():
+            try:
                 call = self.resolver.normalise(q, k, v, parts, plain)
-            _, pair = self.resolver.choose(call, plain, traced=True)
-        except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises the error itself
-            raise NotImplementedError(str(error)) from error
-        result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
+                _, pair = self.resolver.choose(call, plain, traced=True)
+            except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises it as it is
+                raise NotImplementedError(str(error)) from error
+            result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
         return _given(result, torch.empty((), dtype=torch.int64, device="cpu"), call.facts.training)
 
     def _backward(
@@ -170,14 +148,13 @@ class Operators:
         *values: Any,
     ) -> tuple[Tensor, ...]:
         plain = Plain(*values)
-        with as_it_is(q):
+        with as_it_is(q), torch.no_grad():
             call = self.resolver.normalise(q, k, v, parts, plain)
-        pair = self.resolver.pair(int(chosen), call)
-        refuse_lse_gradient(pair, grad_lse)
-        held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
-        ends = (out, lse) if pair.reads_inputs else (None, None)
-        wanted = call.facts.wanted
-        with torch.no_grad(), as_it_is(q):
+            pair = self.resolver.pair(int(chosen), call)
+            refuse_lse_gradient(pair, grad_lse)
+            held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
+            ends = (out, lse) if pair.reads_inputs else (None, None)
+            wanted = call.facts.wanted
             *grads, dbias = pair.backward(
                 grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
             )

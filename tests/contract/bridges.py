@@ -76,12 +76,14 @@ def around(pair: OpPair) -> Iterator[None]:
         _resolver.inside = None
 
 
-def _arguments(options: Options) -> dict[str, Any]:
-    return {
-        "dropout_p": options.dropout_p, "is_causal": False, "scale": options.scale,
-        "enable_gqa": True, "softcap": options.softcap, "return_lse": True, "layout": "bshd",
-        "deterministic": options.deterministic, "backend_options": None,
-    }  # fmt: skip
+def _flat(mask: Mask, options: Options, requires_grad: Wanted) -> tuple[list[Tensor], Plain]:
+    words, parts, numbers = taken_apart(Exact.of(mask))
+    plain = Plain(
+        mask=words, numbers=numbers, requires_grad=list(requires_grad), grad_mode=True, dropout_p=options.dropout_p,
+        is_causal=False, scale=options.scale, enable_gqa=True, softcap=options.softcap, return_lse=True, layout="bshd",
+        deterministic=options.deterministic, options="{}", asked="", outside=False, alone=True,
+    )  # fmt: skip
+    return parts, plain
 
 
 def through_autograd(pair: OpPair, inputs: Inputs) -> Quantities:
@@ -93,8 +95,9 @@ def through_autograd(pair: OpPair, inputs: Inputs) -> Quantities:
         name = "key_bias" if mask.key_bias is not None else "dense"
         mask = Mask(**{**vars(mask), name: getattr(mask, name).detach().requires_grad_()})
     asking = [t for t, w in zip((q, k, v, mask.bias), wanted, strict=True) if w and t is not None]
+    parts, plain = _flat(mask, x.options, wanted)
     with around(pair):
-        out, lse = OPERATORS(q, k, v, taken_apart(Exact.of(mask)), x.rng, _arguments(x.options), "", False, True)
+        out, lse = OPERATORS(q, k, v, parts, x.rng, plain)
         outputs, upstream = ((out,), (x.grad_out,)) if x.grad_lse is None else ((out, lse), (x.grad_out, x.grad_lse))
         found = iter(torch.autograd.grad(outputs, asking, upstream))
     grads = (next(found) if w else None for w in wanted)
@@ -104,27 +107,20 @@ def through_autograd(pair: OpPair, inputs: Inputs) -> Quantities:
 def operator_pair(pair: OpPair) -> OpPair:
     """The two operators as a pair, for laws that call forward and backward themselves."""
 
-    def plain(mask: Mask, options: Options, wanted: Wanted) -> tuple[list[Tensor], Plain]:
-        said = _arguments(options)
-        words, parts, numbers = taken_apart(Exact.of(mask))
-        said["options"] = repr(said.pop("backend_options") or {})
-        requires = {"requires_grad": list(wanted), "grad_mode": True}
-        return parts, Plain(mask=words, numbers=numbers, **requires, asked="", outside=False, alone=True, **said)
-
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
-        parts, said = plain(mask, options, Wanted(True, True, True))
+        parts, plain = _flat(mask, options, Wanted(True, True, True))
         with around(pair):
-            out, lse, _, saved = OPERATORS.attention(q, k, v, parts, rng, *said)
+            out, lse, _, saved = OPERATORS.attention(q, k, v, parts, rng, *plain)
         return ForwardOut(out, lse, rng, tuple(saved))
 
     def backward(
         grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, out: Tensor,
         lse: Tensor, rng: Tensor | None, saved: tuple[Tensor, ...], options: Options, wanted: Wanted,
     ) -> Grads:  # fmt: skip
-        parts, said = plain(mask, options, wanted)
+        parts, plain = _flat(mask, options, wanted)
         with around(pair):
             grads = OPERATORS.attention_backward(
-                grad_out, grad_lse, q, k, v, parts, out, lse, torch.tensor(7), rng, list(saved), *said
+                grad_out, grad_lse, q, k, v, parts, out, lse, torch.tensor(7), rng, list(saved), *plain
             )
         return Grads(*(g if w else None for g, w in zip(grads, wanted, strict=True)))
 

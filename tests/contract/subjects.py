@@ -106,12 +106,13 @@ def verdicts(
 ) -> list[Verdict]:
     """How a pair does on one case, as one call or under the chunk law: its functions, or the operators around it."""
     inputs = inputs_for(pair, case, device)
-    compiled = bridge == "compiled"
     if case.dropout:  # right is only what belongs to the mask that this pair draws
         inputs = replace(inputs, dropout=drawn_mask(pair, inputs))
-        return judged(through_autograd(pair, inputs) if compiled else whole(pair, inputs), inputs)
+    compiled = bridge == "compiled"
     if in_parts:
         result = chunk_law(operator_pair(pair) if compiled else pair, inputs, cuts(case))
     else:
         result = through_autograd(pair, inputs) if compiled else whole(pair, inputs)
+    if case.dropout:
+        return judged(result, inputs)
     return judge(result, *reference(case, device), inputs)

@@ -57,7 +57,7 @@ def test_shapes_tell_what_forward_gives(subject: Subject) -> None:
     """What a fake kernel promises to torch: shapes and dtypes of every result, also of what is kept for backward."""
     for c in cases_for(subject):
         x = inputs_for(subject.pair, c, subject.device)
-        arguments = (x.q, x.k, x.v, x.mask, None, x.options)
+        arguments = (x.q, x.k, x.v, x.mask, x.rng, x.options)
         told, given = subject.pair.shapes(*arguments), subject.pair.forward(*arguments)
         for a, b in zip((told.out, told.lse, *told.saved), (given.out, given.lse, *given.saved), strict=True):
             assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), c.id

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,41 +156,39 @@ def dbias_without_lse(pair: OpPair) -> OpPair:
 def softcap_after_mask(pair: OpPair) -> OpPair:
     """c tanh((scale q k + bias) / c): what is hidden comes back at -c, and a bias is squeezed."""
 
-    def heads_first(call: Any) -> list[Tensor]:
+    def heads_first(call: ForwardCall | BackwardCall) -> Iterator[Tensor]:
         group = call.q.shape[2] // call.k.shape[2]
-        tensors = zip((call.q, call.k, call.v), (1, group, group), strict=True)
-        return [x.double().transpose(1, 2).repeat_interleave(n, 1) for x, n in tensors]
+        for x, times in ((call.q, 1), (call.k, group), (call.v, group)):
+            yield x.double().transpose(1, 2).repeat_interleave(times, 1)
 
     def capped(q: Tensor, k: Tensor, mask: Mask, options: Options) -> Tensor:
         like = options.scale * q @ k.mT
         scores = (like + bias_of(mask, like)).masked_fill(~visible(mask, like.shape, like.device), MINUS_INF)
-        return torch.tanh(scores / options.softcap)
+        return options.softcap * torch.tanh(scores / options.softcap)
 
     def forward(*args: object) -> ForwardOut:
         call = ForwardCall(*args)  # type: ignore[arg-type]
         if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
             return pair.forward(*call)
         q, k, v = heads_first(call)
-        scores = call.options.softcap * capped(q, k, call.mask, call.options)
-        out = (scores.softmax(-1) @ v).transpose(1, 2)
-        return ForwardOut(out.to(call.q.dtype), scores.logsumexp(-1).to(accumulate_dtype(call.q.dtype)))
+        scores = capped(q, k, call.mask, call.options)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).to(call.q.dtype)
+        return ForwardOut(out, scores.logsumexp(-1).to(accumulate_dtype(call.q.dtype)))
 
     def backward(*args: object) -> Grads:
         call = BackwardCall(*args)  # type: ignore[arg-type]
         if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
             return pair.backward(*call)
         q, k, v = heads_first(call)
-        share = capped(q, k, call.mask, call.options)
-        weights = (call.options.softcap * share).softmax(-1)
-        g = call.grad_out.double().transpose(1, 2)
-        d_weights = g @ v.mT
-        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * (1 - share * share)
-        grads = (call.options.scale * d_scores @ k, call.options.scale * d_scores.mT @ q, weights.mT @ g)
-        likes = (call.q, call.k, call.v)
+        scores, g = capped(q, k, call.mask, call.options), call.grad_out.double().transpose(1, 2)
+        weights, d_weights = scores.softmax(-1), g @ v.mT
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+        d_scores = call.options.scale * d_scores * (1 - (scores / call.options.softcap) ** 2)
+        grads = (d_scores @ k, d_scores.mT @ q, weights.mT @ g)
         return Grads(
             *(
-                x.unflatten(1, (like.shape[2], -1)).sum(2).transpose(1, 2).to(like.dtype)
-                for x, like in zip(grads, likes, strict=True)
+                d.unflatten(1, (x.shape[2], -1)).sum(2).transpose(1, 2).to(x.dtype)
+                for d, x in zip(grads, (call.q, call.k, call.v), strict=True)
             )
         )
 
