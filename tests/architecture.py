@@ -17,6 +17,7 @@ CORE = frozenset(
         "backends",
         "call",
         "checks",
+        "compiled",
         "contract",
         "edge",
         "errors",
@@ -27,15 +28,16 @@ CORE = frozenset(
         "merge",
     }
 )
-CORE |= {"parallel", "scope", "select"}
+CORE |= {"parallel", "scope", "select", "tracing"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
-    "": CORE | {"integrations"},
+    "": CORE | {"integrations", "optional"},
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
-    "checks": frozenset({"errors", "masks"}),
+    "checks": frozenset({"contract", "errors", "masks"}),
+    "compiled": frozenset({"autograd", "contract", "errors"}),
     "contract": frozenset(),
     "edge": frozenset({"contract", "errors", "kept", "level", "masks", "merge"}),
     "errors": frozenset(),
@@ -44,10 +46,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "level": frozenset({"contract", "masks"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),
+    "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "select": frozenset({"backends", "contract", "edge", "errors", "faults"}),
-    "backends": frozenset({"contract", "errors", "masks"}),
-    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select"},
+    "tracing": frozenset({"backends", "call", "checks", "compiled", "contract", "masks", "scope", "select"}),
+    "backends": frozenset({"contract", "errors", "masks", "optional"}),
+    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "integrations"}),

@@ -36,7 +36,8 @@ KERNELS = {
     "poorest": POOREST,
     "keys apart": replace(POOREST, masks=frozenset({"dense_float", "key_keep", "key_bias"}), bias_dtype="accumulate"),
     "bools too": replace(POOREST, masks=frozenset({"dense_float", "dense_bool"}), gqa=True, bias_dtype="any"),
-    "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, bias_multiple=8),
+    "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, stride_multiple=8),
+    "in tiles": replace(POOREST, key_tile=2),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
     "windows too": replace(POOREST, masks=frozenset({"dense_float", "window"}), causal="offset", dlse=True),
     "segments too": replace(POOREST, masks=frozenset({"dense_float", "segments"}), dlse=True),
@@ -55,13 +56,16 @@ def comply(claims: Claims, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *outer: 
     assert mask.causal is None or mask.causal == {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1]}.get(
         claims.causal, mask.causal
     )
+    assert claims.key_tile is None or k.shape[1] % (2 * claims.key_tile) != claims.key_tile
     assert not any(x.shape[3] % claims.head_dim_multiple for x in (q, k, v, *outer))
     wanted = {"input": q.dtype, "accumulate": torch.float64 if q.dtype == torch.float64 else torch.float32}
     assert mask.bias is None or mask.bias.dtype == wanted.get(claims.bias_dtype, mask.bias.dtype)
     assert mask.dense is None or claims.any_strides or mask.dense.shape[-1] == k.shape[1]
     if mask.dense is not None and mask.dense.dtype != torch.bool:
-        starts = [mask.dense.stride(i) for i in range(3) if mask.dense.shape[i] > 1]
-        assert not any(start % claims.bias_multiple for start in (*starts, mask.dense.storage_offset()))
+        outer = (*outer, mask.dense)
+    for x in (q, k, v, *outer):
+        starts = (x.storage_offset(), *(x.stride(i) for i in range(3) if x.shape[i] > 1))
+        assert not any(start % claims.stride_multiple for start in starts)
 
 
 def scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -175,7 +179,7 @@ def check(kernel: str, tensors: tuple[Tensor, ...], mask: Mask, wanted: Wanted) 
 
 
 def test_what_edge_claims_is_what_any_kernel_gets() -> None:
-    every = replace(EVERYTHING, bias_dtype="any")
+    every = replace(EVERYTHING, bias_dtype=POOREST.bias_dtype)  # what a mask would be rounded to stays to be judged
     assert widened(POOREST) == edge(picky(POOREST)).claims == every
     assert not widened(replace(POOREST, backward_from_lse=False)).dlse
     nothing = widened(replace(POOREST, masks=frozenset(), causal="none", backward=False))

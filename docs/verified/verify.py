@@ -1,7 +1,8 @@
 """Run what needs GPUs and write it down: `python docs/verified/verify.py NAME` makes NAME.json and NAME.md beside it.
 
 Runs the tests marked gpu and multi_gpu, then the demo on CUDA in float32 and bfloat16 under every mode that the GPUs
-here allow, and keeps the numbers, the versions and the commit they belong to (`--commit` where git is not there).
+here allow, then both benches, and keeps the numbers, the versions and the commit they belong to (`--commit` where git
+is not there).
 """
 
 from __future__ import annotations
@@ -65,6 +66,46 @@ def demo(folder: str, dtype: str, modes: str) -> dict[str, Any]:
     return json.loads(path.read_text("utf-8")) if path.exists() else {"exit_code": "no report"}
 
 
+def bench(folder: str, which: str) -> dict[str, Any]:
+    """`ringtrue bench`, with the medians but not every repetition."""
+    path = Path(folder) / f"{which}.json"
+    subprocess.run([sys.executable, "-m", "ringtrue.cli", "bench", which, "--json", str(path)], check=False)
+    found = (
+        json.loads(path.read_text("utf-8")) if path.exists() else {"not_measured": {which: "the bench wrote no report"}}
+    )
+    return _without(found, "seconds")
+
+
+def _without(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _without(item, key) for name, item in value.items() if name != key}
+    return [_without(item, key) for item in value] if isinstance(value, list) else value
+
+
+def bench_page(found: dict[str, Any]) -> list[str]:
+    """Two tables: pairs against torch's own calls of their kernels, and what a call costs beside its kernel."""
+    lines = ["", "`ringtrue bench pair`: against the same kernel through torch, same tensors, in turn, medians:", ""]
+    lines += ["| backend | (B,S,H,D) | part | ms | torch ms | ratio | extra MB | torch MB |", "| -- " * 8 + "|"]
+    for m in found["pair"].get("measured", []):
+        ours, theirs = m["ours"], m["torch"]
+        times = f"{ours['median_s'] * 1e3:.3f} | {theirs['median_s'] * 1e3:.3f} | {m['time_ratio']:.3f}"
+        memory = " | ".join(f"{side['extra_peak_bytes'] / 1e6:.1f}" for side in (ours, theirs))
+        lines.append(f"| {m['backend']} | {m['shape']} | {m['part']} | {times} | {memory} |")
+    lines += [
+        "",
+        "`ringtrue bench overhead`: microseconds a call on this machine's CPU, one thread, (1, 16, 4, 32):",
+        "",
+    ]
+    lines += ["| way | part | us | x diffusers' dispatcher |", "| -- " * 4 + "|"]
+    for part, ways in found["overhead"].get("parts", {}).items():
+        for way, figures in ways.items():
+            ratio = "" if figures["ratio"] is None else f"{figures['ratio']:.2f}"
+            lines.append(f"| {way} | {part} | {figures['median_s'] * 1e6:.1f} | {ratio} |")
+    for name, why in found["pair"].get("not_measured", {}).items():
+        lines += ["", f"`{name}` not measured: {why}."]
+    return lines
+
+
 def page(name: str, found: dict[str, Any]) -> str:
     """The readable half."""
     lines = [f"# {name}", "", "`python docs/verified/verify.py " + name + "`", ""]
@@ -89,7 +130,7 @@ def page(name: str, found: dict[str, Any]) -> str:
                     f"| {dtype} | {mode} | {_number(run, 'gradient_error')} | {float(run['times_yardstick']):.2f} | "
                     f"{_number(run, 'forward_error')} | {off:.1e} | {'yes' if run['within'] else 'NO'} |"
                 )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *bench_page(found["bench"])]) + "\n"
 
 
 def _number(run: dict[str, Any], key: str) -> str:
@@ -108,6 +149,7 @@ def main() -> int:
         found = {"versions": versions(commit), "demo": {}}
         found["demo"] = {dtype: demo(folder, dtype, modes) for dtype in ("float32", "bfloat16")}
         found["tests"] = tests(folder)
+        found["bench"] = {which: bench(folder, which) for which in ("pair", "overhead")}
     (options.out / f"{options.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     (options.out / f"{options.name}.md").write_text(page(options.name, found), "utf-8")
     print(page(options.name, found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors, integrations
+from . import errors, integrations, optional
 from .api import Explanation, Support, attention, attention_backend, backends, current_backend, explain, op_pair
 from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
 from .errors import (
@@ -19,6 +19,7 @@ from .errors import (
 from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
 from .parallel.context import ContextParallel
+from .scope import checkpoint
 
 __version__ = "0.1.0"
 
@@ -54,9 +55,11 @@ __all__ = [
     "attention",
     "attention_backend",
     "backends",
+    "checkpoint",
     "current_backend",
     "errors",
     "explain",
     "integrations",
     "op_pair",
+    "optional",
 ]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import autograd, scope, select
+from . import autograd, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
-from .edge import edge, widened
-from .errors import ArgumentError, UnsupportedError, message
+from .edge import widened
+from .errors import ArgumentError, message
 from .masks import MaskPart
 
 if TYPE_CHECKING:
@@ -66,21 +66,19 @@ def attention(
     Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
     cannot be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
     """
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True")
-        )
     arguments = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
         "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
         "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
-    out, lse = _run(query, key, value, backend, parallel, arguments)
+    run = tracing.run if torch.compiler.is_compiling() and tracing.compilable(backend, parallel) else _run
+    out, lse = run(query, key, value, backend, parallel, arguments)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable  # after a graph break the frames below would be compiled, where nothing guards them
+# after a graph break the frames below would be compiled, where nothing guards them
+@torch.compiler.disable(reason="ringtrue.attention under a context, or with an OpPair as backend, is not compiled yet")
 def _run(
     query: Tensor,
     key: Tensor,
@@ -197,7 +195,7 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 raise ArgumentError(
                     message(f"{plain} has no kernel for this device", limit=", ".join(backend.pairs), value=device)
                 )
-            return edge(backend.pairs[device])
+            return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
 
 
@@ -224,17 +222,20 @@ def explain(
     *,
     backend: str | OpPair | None = None,
     parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
+    device: str | None = None,
     **arguments: object,
 ) -> Explanation:
     """What `attention` with the same arguments would choose, and why not the others; runs nothing.
 
     Under a context it tells what fits on this rank, and talks to no other; a call takes what fits on all of them.
+    `device` ("cuda") judges the call as one of tensors there; those passed may then be on "meta", without memory.
     """
     context = _context(parallel, query, key, value)
     asked = _asked(backend, query, key, value)
     sharded = context is not None
     call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
+    facts = facts if device is None else replace(facts, device=device)
     reasons = {b.name: select.reasons_for(b, facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)

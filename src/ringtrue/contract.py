@@ -142,13 +142,17 @@ class Claims:
     """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
 
     masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others if it takes dense_float
-    bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" or "any"
-    bias_multiple      strides and start of a dense float mask are multiples of this, else `edge` copies it so
+    bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" (a mask
+                       that would be rounded to it is refused) or "any"
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
                        "none"; `edge` splits the others
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
+    key_tile           cannot take an odd multiple of this many keys; `edge` splits them
+    any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
+    stride_multiple    all other strides and the start, of a float mask too, are multiples of this many elements, else
+                       `edge` copies (a kernel that loads 16 bytes at a time dies of a misaligned address)
     backward_from_lse  backward is right for an out and lse that came from more keys
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
     double_backward    backward is itself differentiable by autograd
@@ -158,13 +162,15 @@ class Claims:
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str] = frozenset()
     bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
-    bias_multiple: int = 1
     causal: Literal["offset", "top_left", "bottom_right", "none"] = "none"
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     gqa: bool = False
     value_dim: bool = False
+    key_tile: int | None = None
+    any_scale: bool = True
     any_strides: bool = False
+    stride_multiple: int = 1
     dropout: bool = False
     softcap: bool = False
     lse: bool = True
@@ -178,16 +184,25 @@ class Claims:
     options: frozenset[str] = frozenset()
 
 
+def shapes_only(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+    """What a forward that keeps nothing gives, without its numbers."""
+    batch, q_len, heads, _ = q.shape
+    lse = q.new_empty(batch, heads, q_len, dtype=accumulate_dtype(q.dtype))
+    return ForwardOut(q.new_empty(batch, q_len, heads, v.shape[-1]), lse)
+
+
 @dataclass(frozen=True)
 class OpPair:
     """Two pure functions and what they claim. A pair that keeps what its backward needs in `saved` sets
-    `reads_inputs=False` and is handed None for q, k, v, out and lse there."""
+    `reads_inputs=False` and is handed None for q, k, v, out and lse there. `shapes` is forward without the numbers, for
+    tensors that have none while torch traces: a pair that keeps tensors in `saved` must bring its own."""
 
     name: str
     forward: Callable[..., ForwardOut]
     backward: Callable[..., Grads]
     claims: Claims
     reads_inputs: bool = True
+    shapes: Callable[..., ForwardOut] = shapes_only
 
 
 @dataclass(frozen=True)
@@ -214,6 +229,7 @@ class Facts:
     head_dim: int
     value_dim: int
     mask_kinds: frozenset[str] = frozenset()
+    bias_dtype: torch.dtype | None = None  # of the float mask
     causal: int | None = None
     wanted: Wanted = Wanted(False, False, False, False)
     mask_grad: bool = False  # the float mask requires grad, whatever the grad mode

@@ -3,7 +3,9 @@
 A constant added to all biases of one query changes lse but not attention; yet a float32 lse of -1e9 has no bits left
 for the log of a sum, and weights that backward recomputes from it do not sum to 1. So such a row is moved to 0 before
 the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps the scores by the bias: all keys at the
-top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their number.
+top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their number;
+such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly, and which
+does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and cuDNN's kernel).
 Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask is written out for
 all queries and keys, as one dense mask. Not mended: a flat row whose keys lie in several ring steps,
 and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is made for
@@ -29,7 +31,8 @@ SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordi
 
 def level(pair: OpPair) -> OpPair:
     """The pair with huge rows of a float mask moved to 0 and back."""
-    return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair))
+    shapes = partial(_forward, replace(pair, forward=pair.shapes))
+    return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), shapes=shapes)
 
 
 def _forward(
@@ -42,7 +45,7 @@ def _forward(
     shift, at_top = row_levels(_as_wide_as(mask, k.shape[1]), q.shape[1], accumulate_dtype(q.dtype))
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
     saved = (shift, at_top, result.lse, *result.saved)
-    return result._replace(lse=result.lse if result.lse.numel() == 0 else result.lse + shift, saved=saved)
+    return result._replace(lse=result.lse.clone() if result.lse.numel() == 0 else result.lse + shift, saved=saved)
 
 
 def _backward(
@@ -97,11 +100,17 @@ def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
     else:
         top, at_top = _reached(bias, q_len, mask.causal)
         mover = _common(bias, whole) if bias.shape[2] == 1 else top
-    moves = (mover.abs() > HUGE) & (mover.abs() < FLAT)
-    shift = torch.where(moves, mover, 0.0)
+    level = torch.where(mover.abs() < FLAT, 0.0, _power_of_two(mover))
+    shift = torch.where((mover.abs() > HUGE) & mover.isfinite(), mover - level, 0.0)
     limit = FLAT if dtype == torch.float64 else SWALLOWED
     flat = ((top - shift).abs() >= limit) & top.isfinite() & (at_top > 0)
     return Levels(shift, torch.where(flat, at_top, 1))
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two in x, with its sign: where kernels that count in base 2 scale without rounding."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(mantissa.sign() / 2, exponent)
 
 
 def _reached(bias: Tensor, q_len: int, causal: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from functools import lru_cache
 
+import torch
+
+from . import faults
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
 from .edge import edge, widened
@@ -41,6 +44,11 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     table = (
         (facts.dtype not in claims.dtypes, "dtype", "does not take it", _list(claims.dtypes), facts.dtype, "cast"),
         (bool(masks), "mask", "does not take this mask", _list(claims.masks), _list(masks), "choose another backend"),
+        (
+            claims.bias_dtype == "input" and _rounds(facts),
+            "mask-dtype", "would round the float mask", f"a mask that {facts.dtype} holds", facts.bias_dtype,
+            f"cast the mask to {facts.dtype} if its numbers may be rounded",
+        ),
         (
             facts.causal is not None and claims.causal == "none",
             "causal", "has no causal attention", "not causal", "causal", "choose another backend",
@@ -90,9 +98,20 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
 Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
 
 
-def fitting(name: str, facts: Facts, call: object = "") -> tuple[Choice, ...]:
-    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
-    choices, trace = survey(name, facts)
+def composed(backend: Backend, device: str) -> OpPair:
+    """The backend's pair for a device with what its known faults need and the edge around it."""
+    pair = backend.pairs[device]
+    others = (b.pairs[device] for b in REGISTRY if b is not backend and device in b.pairs and not b.unavailable(device))
+    exact = next((p for p in others if pair.claims.masks <= widened(p.claims).masks), None)
+    return edge(faults.mended(pair, device, None if exact is None else edge(exact)))
+
+
+def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) -> tuple[Choice, ...]:
+    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError.
+
+    `traced`: the sizes may be symbols, which no cache can hold.
+    """
+    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts)
     if not choices:
         raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
     return choices
@@ -103,7 +122,7 @@ def survey(name: str, facts: Facts) -> tuple[tuple[Choice, ...], Trace]:
     """What `fitting` finds, and every reason against every backend; the same for the same facts."""
     trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
     chosen = among(name, facts, dict(trace))
-    return tuple(Choice(b.name, name, edge(b.pairs[facts.device]), trace) for b in chosen), trace
+    return tuple(Choice(b.name, name, composed(b, facts.device), trace) for b in chosen), trace
 
 
 def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:
@@ -130,6 +149,11 @@ def refusal(name: str, trace: Trace, others: list[str], call: object) -> Unsuppo
     problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
     remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
+
+
+def _rounds(facts: Facts) -> bool:
+    """Whether a float mask in the inputs' dtype would be another mask."""
+    return facts.bias_dtype is not None and torch.promote_types(facts.bias_dtype, facts.dtype) != facts.dtype
 
 
 def _wanted(facts: Facts) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 
@@ -152,6 +153,7 @@ def test_the_record_is_strict_json(stub: Stub, tmp_path: Path) -> None:
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
 
+    assert f"written: {path}" in out
     found = json.loads(path.read_text(), parse_constant=refuse)
     assert found["exit_code"] == 1
     assert found["versions"] == {"ringtrue": "0", "torch": "2"}
@@ -178,7 +180,7 @@ def test_a_broken_worker_and_an_interrupt(stub: Stub) -> None:
     ("arguments", "valid"),
     [
         ("--modes flat", "ulyssesU, ringR and UxR"),
-        ("--modes ring1", "2 to 16"),
+        ("--modes ring1", "has 1 rank; 2 to 16"),
         ("--dtype int8", "float32, bfloat16, float16, float64"),
         ("--device tpu", "cpu, cuda"),
         ("--backend nothing", "auto, native_flash, native_math"),
@@ -199,7 +201,7 @@ def test_bad_usage_lists_what_is_valid(stub: Stub, arguments: str, valid: str) -
 
 
 def test_cuda_needs_a_device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out = ringtrue_demo("--device", "cuda")
     assert code == 2
     assert "no CUDA device" in out

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 
+from contract.bridges import operator_pair, through_autograd
 from ringtrue.audit.cases import CASES
 from ringtrue.audit.drawn import drawn_mask
 from ringtrue.audit.inputs import Case, Inputs, build
@@ -18,8 +19,7 @@ from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.audit.yardstick import yardstick
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import Facts, OpPair
-from ringtrue.edge import edge
-from ringtrue.select import reasons_against
+from ringtrue.select import composed, reasons_against
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,9 +46,9 @@ def _here(device: str) -> bool:
 
 
 SUBJECTS = tuple(
-    Subject(edge(pair), device)
+    Subject(composed(backend, device), device)
     for backend in REGISTRY
-    for device, pair in backend.pairs.items()
+    for device in backend.pairs
     if _here(device) and backend.unavailable(device) is None
 )
 
@@ -71,12 +71,12 @@ def cases_for(
 
 def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
     inputs = inputs_for(pair, case)
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.mask.bias
     facts = Facts(
         device=q.device.type, dtype=q.dtype, batch=q.shape[0], q_len=q.shape[1], k_len=k.shape[1], heads=q.shape[2],
         kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], mask_kinds=inputs.mask.kinds,
-        causal=inputs.mask.causal, wanted=inputs.wanted, dropout=case.dropout != 0, softcap=case.softcap != 0,
-        needs_lse=True, from_lse=in_parts,
+        bias_dtype=None if bias is None else bias.dtype, causal=inputs.mask.causal, wanted=inputs.wanted,
+        dropout=case.dropout != 0, softcap=case.softcap != 0, needs_lse=True, from_lse=in_parts,
     )  # fmt: skip
     return not reasons_against(pair.claims, facts) and (pair.claims.dlse or not case.grad_lse)
 
@@ -98,11 +98,21 @@ def cuts(case: Case) -> list[int]:
     return [min(1, middle), middle, middle]
 
 
-def verdicts(pair: OpPair, case: Case, device: str, *, in_parts: bool = False) -> list[Verdict]:
-    """How a pair does on one case: as one call, or under the chunk law."""
+Bridge = Literal["eager", "compiled"]
+
+
+def verdicts(
+    pair: OpPair, case: Case, device: str, *, in_parts: bool = False, bridge: Bridge = "eager"
+) -> list[Verdict]:
+    """How a pair does on one case, as one call or under the chunk law: its functions, or the operators around it."""
     inputs = inputs_for(pair, case, device)
     if case.dropout:  # right is only what belongs to the mask that this pair draws
         inputs = replace(inputs, dropout=drawn_mask(pair, inputs))
-        return judged(whole(pair, inputs), inputs)
-    result = chunk_law(pair, inputs, cuts(case)) if in_parts else whole(pair, inputs)
+    compiled = bridge == "compiled"
+    if in_parts:
+        result = chunk_law(operator_pair(pair) if compiled else pair, inputs, cuts(case))
+    else:
+        result = through_autograd(pair, inputs) if compiled else whole(pair, inputs)
+    if case.dropout:
+        return judged(result, inputs)
     return judge(result, *reference(case, device), inputs)

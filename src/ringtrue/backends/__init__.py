@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..contract import Backend
-from . import native_flash, native_math
+from . import native_cudnn, native_efficient, native_flash, native_math
 
 REGISTRY: tuple[Backend, ...] = (
+    native_cudnn.BACKEND,
     native_flash.BACKEND,
+    native_efficient.BACKEND,
     native_math.BACKEND,
 )

@@ -1,4 +1,4 @@
-"""The command line: `ringtrue demo`."""
+"""The command line: `ringtrue demo`, `backends`, `explain` and `bench`."""
 
 from __future__ import annotations
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import ringtrue as rt
+
+from .backends import backends
+from .bench import bench
 from .demo.command import demo
+from .explain import explain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(backends)
+app.command()(explain)
+app.add_typer(bench, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ringtrue {rt.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def ringtrue() -> None:
+def ringtrue(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
     """One attention call for PyTorch whose gradients are proven."""

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 import ringtrue as rt
 
 from ... import plants
+from ..options import DTYPES, backends_here, device_here, one_of
+from ..output import say, writable, write
 from ..pool import WorkerError
 from . import record, report
 from .judge import BROKEN, USAGE
 from .progress import Progress
 from .run import run
-from .settings import DTYPES, Mode, Settings, UsageError, parse_modes
+from .settings import Mode, Settings, UsageError, parse_modes
 
 INSTALL = 'pip install "ringtrue[cli,diffusers]"'
 INTERRUPTED = 130
@@ -49,20 +49,17 @@ def demo(
     """
     settings = Settings(
         modes=_modes(modes),
-        device=_device(device),
-        dtype=_one_of("--dtype", dtype, DTYPES),
-        backend=_backend(backend, device),
+        device=device_here(device),
+        dtype=one_of("--dtype", dtype, DTYPES),
+        backend=one_of("--backend", backend.removeprefix("_"), ("auto", *backends_here(device))),
         image_tokens=image_tokens,
         text_tokens=text_tokens,
         steps=steps,
         seed=seed,
-        plant=_one_of("--plant", plant, plants.PLANTS) if plant else None,
+        plant=one_of("--plant", plant, plants.PLANTS) if plant else None,
         timeout=timeout,
     )
-    if json is not None and json.is_dir():
-        raise typer.BadParameter(f"{json} is a folder; name a file", param_hint="--json")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {json.absolute().parent}", param_hint="--json")
+    json = writable(json)
     console = Console(soft_wrap=False)
     if importlib.util.find_spec("diffusers") is None:
         typer.echo(f"ringtrue demo needs diffusers: {INSTALL}", err=True)
@@ -73,7 +70,7 @@ def demo(
 def perform(settings: Settings, json: Path | None, console: Console) -> int:
     """Run, print, write -> exit code."""
     planted = f"with a planted fault, {settings.plant}" if settings.plant else "with the gradients of one process?"
-    report.say(console, f"ringtrue {rt.__version__} demo: a real Flux trains under context parallelism, {planted}")
+    say(console, f"ringtrue {rt.__version__} demo: a real Flux trains under context parallelism, {planted}")
     try:
         with Progress(console) as progress:
             found = run(settings, progress)
@@ -85,7 +82,7 @@ def perform(settings: Settings, json: Path | None, console: Console) -> int:
         return INTERRUPTED
     report.show(found, console)
     if json is not None:
-        record.write(found, json)
+        write(record.as_dict(found), json, console)
     return found.exit_code
 
 
@@ -94,21 +91,3 @@ def _modes(text: str) -> tuple[Mode, ...]:
         return parse_modes(text)
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--modes") from error
-
-
-def _one_of(option: str, value: str, valid: Iterable[str]) -> str:
-    if value not in valid:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(valid)}", param_hint=option)
-    return value
-
-
-def _device(device: str) -> str:
-    if _one_of("--device", device, ("cpu", "cuda")) == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("this machine has no CUDA device; use cpu", param_hint="--device")
-    return device
-
-
-def _backend(backend: str, device: str) -> str:
-    """The plain name of a backend that can run on the device."""
-    valid = [support.name for support in rt.backends() if support.device == device and support.unavailable is None]
-    return _one_of("--backend", backend.removeprefix("_"), ("auto", *valid))

@@ -1,21 +1,13 @@
-"""The report as JSON: every number, and the versions it belongs to."""
+"""The report as plain values: every number, and the versions it belongs to."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from .judge import GRADIENT_FACTOR, LOSS_FACTOR, LOSS_FLOOR, Outcome, Run
 from .run import Report
 from .words import conclusion, verdict
-
-
-def write(report: Report, path: Path) -> None:
-    """Strict JSON: what is not finite is written as a string."""
-    path.write_text(json.dumps(_plain(as_dict(report)), indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def as_dict(report: Report) -> dict[str, Any]:
@@ -59,11 +51,3 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "losses_by_rank": outcome.run.losses,
         "plant_ran": outcome.plant_ran,
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

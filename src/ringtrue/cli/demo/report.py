@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..output import say, table
 from .judge import Run, ratio, worst
 from .run import Report
 from .settings import ENTROPY_LIMIT
@@ -48,29 +48,28 @@ def headline(report: Report) -> str:
 
 def error_table(report: Report) -> Table:
     """One row a run: errors at step 0 against the float64 model, and the worst loss difference."""
-    table = _table("\nrun", "forward\nerror", "worst\ngradient", "times the\nyardstick", "loss\noff by", "time\n(s)")
-    table.columns[0].justify = "left"
+    grid = table("\nrun", "forward\nerror", "worst\ngradient", "times the\nyardstick", "loss\noff by", "time\n(s)")
     eager, single = (report.references[name] for name in ("eager", "single"))
-    table.add_row("one process, eager", *_numbers(eager), "yardstick", "", f"{eager.seconds:.1f}", style="dim")
+    grid.add_row("one process, eager", *_numbers(eager), "yardstick", "", f"{eager.seconds:.1f}", style="dim")
     backend = report.problem["backend"]
     against = ratio(single.errors.gradient, eager.errors.gradient)
     cells = (f"one process, {backend}", *_numbers(single), times(against), "", f"{single.seconds:.1f}")
-    table.add_row(*cells, style="dim")
+    grid.add_row(*cells, style="dim")
     for outcome in report.outcomes:
         if outcome.run is None:
-            table.add_row(outcome.mode.name, "not run", style="yellow")
+            grid.add_row(outcome.mode.name, "not run", style="yellow")
             continue
         loss, run = number(worst(outcome.loss_off)), outcome.run
         cells = (outcome.mode.name, *_numbers(run), times(outcome.ratio), loss, f"{run.seconds:.1f}")
-        table.add_row(*cells, style="" if outcome.within else "red")
-    return table
+        grid.add_row(*cells, style="" if outcome.within else "red")
+    return grid
 
 
 def loss_table(report: Report) -> Table:
     """One row a step: the loss of one process, what a mode may differ by, and what it does."""
     ran = [outcome for outcome in report.outcomes if outcome.run is not None]
     modes = (outcome.mode.name for outcome in ran)
-    table = _table("step", "float64", report.problem["backend"], "allowed", *modes)
+    grid = table("step", "float64", report.problem["backend"], "allowed", *modes)
     truth, single = (report.references[name].losses[0] for name in ("float64", "single"))
     for step, (exact, alone) in enumerate(zip(truth, single, strict=True)):
         offs = []
@@ -78,20 +77,8 @@ def loss_table(report: Report) -> Table:
             off, allowed = outcome.loss_off[step], outcome.loss_allowed[step]
             offs.append(Text(number(off), style="" if off <= allowed else "bold red"))
         limit = number(ran[0].loss_allowed[step]) if ran else ""
-        table.add_row(str(step), f"{exact:.6f}", f"{alone:.6f}", limit, *offs)
-    return table
-
-
-def say(console: Console, text: str | Text) -> None:
-    """A paragraph: wrapped on a terminal, one line elsewhere."""
-    console.print(text, soft_wrap=not console.is_terminal, highlight=False, markup=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        grid.add_row(str(step), f"{exact:.6f}", f"{alone:.6f}", limit, *offs)
+    return grid
 
 
 def _numbers(run: Run) -> tuple[str, str]:

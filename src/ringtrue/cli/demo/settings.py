@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 ENTROPY_LIMIT = 0.8  # of the entropy of uniform attention
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 16
 
 
@@ -72,7 +71,9 @@ def parse_mode(text: str) -> Mode:
     else:
         raise UsageError(f"{text!r} is not a mode; {_MODES}")
     if not 2 <= mode.ranks <= MOST_RANKS:
-        raise UsageError(f"mode {text!r} has {mode.ranks} ranks; 2 to {MOST_RANKS} are possible")
+        raise UsageError(
+            f"mode {text!r} has {mode.ranks} rank{'s' if mode.ranks != 1 else ''}; 2 to {MOST_RANKS} are possible"
+        )
     return mode
 
 

@@ -14,7 +14,7 @@ This package imports diffusers when one of its functions is called, not before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -23,22 +23,30 @@ import ringtrue as rt
 from .masks import local_key_mask
 from .models import require
 
+if TYPE_CHECKING:
+    from .theirs import ContextParallelConfig
+
 __all__ = ["local_key_mask", "parallelize", "undo", "use"]
 
 
 def parallelize(
     model: nn.Module,
-    config: rt.ContextParallelConfig | rt.ContextParallel,
+    config: rt.ContextParallelConfig | rt.ContextParallel | ContextParallelConfig,
     cp_plan: Mapping[str, Any] | None = None,
     *,
     gather_backward: Literal["sum", "slice"] = "sum",
+    check_inputs: int = 3,
 ) -> rt.ContextParallel:
     """Run every forward of `model` under context parallelism, until `undo`; returns the context (its `loss`, `gather`).
 
+    config           degrees and mesh, a context that exists, or diffusers' own ContextParallelConfig, whose other flags
+                     mean nothing here and are logged once.
     cp_plan          what is split and gathered where, as in diffusers; default: the model's own `_cp_plan`. Splits are
                      `tensor_split`'s, of any length; an input with other than its `expected_dims` dims is an error.
     gather_backward  "sum": gradients of all parameters are partial sums over the context ranks, and a loss that every
                      rank computes from the gathered output goes through `context.loss`; "slice": diffusers' convention.
+    check_inputs     in so many first forwards the ranks compare a checksum of their inputs, bit for bit, and all raise
+                     DisagreementError where they differ. One host-device synchronisation each; 0: never.
 
     Every rank passes the whole inputs, and its own key mask (`local_key_mask`) as
     `joint_attention_kwargs={"attention_mask": mask}`. One small header is exchanged per model forward; ranks that
@@ -49,7 +57,7 @@ def parallelize(
     require("parallelize")
     from . import binding
 
-    return binding.parallelize(model, config, cp_plan, gather_backward)
+    return binding.parallelize(model, config, cp_plan, gather_backward, check_inputs)
 
 
 def use(model: nn.Module, backend: str | rt.OpPair) -> None:

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NoReturn
 
-from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_processor import Attention, MochiAttention
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import ringtrue as rt
 
 from . import entry
+from .config import translated
 from .hooks import Hooks, Kept
 from .models import ATTRIBUTE, Family, family_of
 from .plan import read_plan
-
-_ATTENTION = (AttentionModuleMixin, Attention, MochiAttention)
+from .theirs import ATTENTION
 
 
 @dataclass(eq=False)
@@ -42,7 +40,7 @@ class Binding(Kept):
         self.choose(None)
 
     def choose(self, backend: str | rt.OpPair | None) -> None:
-        """Take another backend (None: the scope's), under another name; the old entry goes with its last user."""
+        """Take another backend (None: the scope's); the old entry goes with its last user."""
         self.backend = backend
         self.name = entry.register(backend)
 
@@ -94,26 +92,28 @@ class Binding(Kept):
 
 def parallelize(
     model: nn.Module,
-    config: rt.ContextParallelConfig | rt.ContextParallel,
+    config: object,
     cp_plan: Mapping[str, Any] | None,
     backward: Literal["sum", "slice"],
+    check_inputs: int,
 ) -> rt.ContextParallel:
     family = family_of(model, "parallelize")
     binding = _bound(model)
     if binding is not None and binding.hooks is not None:
         _fail("this model is parallelized already", remedy="undo(model) first")
-    if not isinstance(config, (rt.ContextParallelConfig, rt.ContextParallel)):
-        limit = "ringtrue's ContextParallelConfig or ContextParallel"
-        _fail("config is not a configuration of ringtrue", limit=limit, value=type(config).__qualname__)
+    config = translated(config)
     if backward not in ("sum", "slice"):
         _fail("unknown gather_backward", limit='"sum" or "slice"', value=repr(backward))
+    if type(check_inputs) is not int or check_inputs < 0:
+        limit = "how many forwards compare their inputs: 0 (never), 1, 2, ..."
+        _fail("check_inputs is not a number of forwards", limit=limit, value=repr(check_inputs))
     _check_processors(model, family, "parallelize", binding)
     parts = read_plan(model, family, cp_plan)
     context = config if isinstance(config, rt.ContextParallel) else rt.ContextParallel(config)
     fresh = binding is None
     binding = Binding(model) if binding is None else binding
     try:
-        binding.hooks = Hooks(context, family, parts, backward, binding)
+        binding.hooks = Hooks(context, family, parts, backward, check_inputs, binding)
         binding.hooks.install(model, binding.handles)
         binding.mark()
     except BaseException:
@@ -146,6 +146,8 @@ def undo(model: nn.Module) -> None:
     binding.unhook()
     binding.unmark()
     del model.__dict__[ATTRIBUTE]
+    vars(binding).clear()  # its entry in diffusers' registry goes now, if nobody else holds it
+    entry.sweep()
 
 
 def _bound(model: nn.Module) -> Binding | None:
@@ -153,7 +155,7 @@ def _bound(model: nn.Module) -> Binding | None:
 
 
 def _attention_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, _ATTENTION)]
+    return [module for module in model.modules() if isinstance(module, ATTENTION)]
 
 
 def _check_processors(model: nn.Module, family: Family, call: str, binding: Binding | None) -> None:

@@ -1,8 +1,8 @@
 """Our entry in diffusers' attention registry, and the call it makes.
 
 diffusers' dispatcher looks a backend up by a member of its enum. Ours is an instance of that enum which is no member:
-the enum does not know it, so only processors that were handed it can select it. Each binding has an entry of its own,
-which disappears with the last processor (or deep copy of one) that holds its name.
+the enum does not know it, so only processors that were handed it can select it. Models that chose the same backend
+share an entry; once no processor (nor a deep copy of one) holds its name, it is taken out again.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+import torch
 from torch import Tensor
 
 import ringtrue as rt
 
+from .theirs import AttentionBackendName, Registry
+
 PREFIX = "_ringtrue_"
 _numbers = itertools.count(1)
+_names: weakref.WeakValueDictionary[str | int | None, AttentionBackendName] = weakref.WeakValueDictionary()
+_unused: deque[AttentionBackendName] = deque()  # entries without a holder, to be swept
 _EXTRAS = ("softcap", "deterministic", "backend_options")  # what `attention_kwargs` may hold
 
 
@@ -54,14 +59,32 @@ class _AnyName(set[str]):
 
 
 def register(backend: str | rt.OpPair | None) -> AttentionBackendName:
-    """A new registry entry that runs `backend` (None: the scope's choice); it lives as long as the returned name."""
+    """A registry entry that runs `backend` (None: the scope's choice); one for all that chose the same.
+
+    It lives as long as somebody holds the returned name, and goes with the next `sweep`: not at once, for torch guards
+    the keys of the registry while it compiles, and a model may be collected at any time.
+    """
+    sweep()
+    key = backend.removeprefix("_") if isinstance(backend, str) else None if backend is None else id(backend)
+    found = _names.get(key)
+    if found is not None:
+        return found
     value = f"{PREFIX}{next(_numbers)}"
     label, name = _non_member(value), _non_member(value)
-    _AttentionBackendRegistry.register(label)(functools.partial(attend, backend))
-    arguments = _AttentionBackendRegistry._supported_arg_names
+    Registry.register(label)(functools.partial(attend, backend))
+    arguments = Registry._supported_arg_names
     arguments[label] = _AnyName(arguments[label])
-    weakref.finalize(name, _forget, label).atexit = False
+    _names[key] = name
+    weakref.finalize(name, _unused.append, label).atexit = False
     return name
+
+
+def sweep() -> None:
+    """Take out of the registry what nobody can select any more."""
+    while _unused:
+        label = _unused.popleft()
+        for table in ("_backends", "_constraints", "_supported_arg_names"):
+            getattr(Registry, table).pop(label, None)
 
 
 def is_ours(backend: object) -> bool:
@@ -75,11 +98,6 @@ def _non_member(value: str) -> AttentionBackendName:
     here = weakref.ref(name)
     name.__deepcopy__ = lambda memo: here()  # Python before 3.11.4 would look for it among the members
     return name
-
-
-def _forget(label: AttentionBackendName) -> None:
-    for table in ("_backends", "_constraints", "_supported_arg_names"):
-        getattr(_AttentionBackendRegistry, table).pop(label, None)
 
 
 def attend(
@@ -107,9 +125,18 @@ def attend(
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None, :]  # as diffusers' own native backend reads it
         out = rt.attention(query, key, value, attn_mask=mask, backend=backend, parallel=False, **arguments)
-    else:
-        passed = _checked(passed, attn_mask, is_causal, _parallel_config)
-        out = rt.attention(query, key, value, attn_mask=passed.keys, backend=backend, parallel=passed.call, **arguments)
+        assert isinstance(out, Tensor)
+        return out
+    passed = _checked(passed, attn_mask, is_causal, _parallel_config)
+    return _attend_together(query, key, value, passed, backend, arguments)
+
+
+@torch.compiler.disable(reason="ringtrue: ranks exchange in this attention call, do not use fullgraph=True")
+def _attend_together(
+    query: Tensor, key: Tensor, value: Tensor, passed: Passed, backend: Any, arguments: dict[str, Any]
+) -> Tensor:
+    """A call under the context of its forward. Eager also in compiled blocks, and all that it calls."""
+    out = rt.attention(query, key, value, attn_mask=passed.keys, backend=backend, parallel=passed.call, **arguments)
     assert isinstance(out, Tensor)
     return out
 

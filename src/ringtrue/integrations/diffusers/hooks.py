@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import ringtrue as rt
 
-from . import masks
+from . import checksums, masks
 from .entry import Passed
 from .facts import facts_of
 from .models import Family
@@ -27,16 +27,20 @@ from .plan import ModulePlan, check, check_positions, check_streams, shares, spl
 if TYPE_CHECKING:
     from .binding import Binding
 
+_eager = torch.compiler.disable(reason="ringtrue: ranks exchange in this hook, do not use fullgraph=True")
+
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What one rank brings to a forward: facts that must be equal everywhere, its own mask, the backend it chose."""
+    """What one rank brings to a forward: facts that must be equal everywhere, its own mask, the backend it chose, and
+    checksums of its inputs (None: not compared)."""
 
     same: Mapping[str, str]
     given: object
     keys: rt.KeyPadding | rt.KeyBias | None
     lengths: Mapping[str, tuple[int, ...]]
     backend: str | rt.OpPair
+    sums: Mapping[str, str] | None
 
 
 class Kept:
@@ -56,12 +60,14 @@ class Hooks(Kept):
         family: Family,
         parts: tuple[ModulePlan, ...],
         backward: Literal["sum", "slice"],
+        check_inputs: int,
         binding: Binding,
     ) -> None:
         self.context = context
         self.family = family
         self.parts = parts
         self.backward = backward
+        self.checks = check_inputs  # forwards that still compare the inputs of ranks
         self.binding = binding
         self.hooked: dict[str, nn.Module] = {}
         self.sizes: tuple[int, ...] | None = None
@@ -89,16 +95,20 @@ class Hooks(Kept):
             if part.gathers:
                 handles.append(module.register_forward_hook(functools.partial(self.gather, part)))
 
+    @_eager
     def before(self, root: ModulePlan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the model's forward: one header, then this rank's share of every input, and the plan for its calls."""
         named = root.named(args, kwargs)
+        self.checks, check = max(0, self.checks - 1), self.checks > 0
         try:
-            draft = self._draft(root, model, named)
+            draft = self._draft(root, model, named, check)
         except Exception as error:  # whatever it is: the other ranks wait for this rank's header
             with contextlib.suppress(rt.ParallelError):
                 self.context.agree("model forward", same={}, own={}, error=f"{type(error).__name__}: {error}")
             raise
-        headers = self.context.agree("model forward", same=draft.same, own={"mask": masks.kind_of(draft.keys)})
+        own = {"mask": masks.kind_of(draft.keys), "inputs": draft.sums}
+        headers = self.context.agree("model forward", same=draft.same, own=own)
+        checksums.compare([header.own["inputs"] for header in headers])
         kind = masks.common_kind([str(header.own["mask"]) for header in headers])
         tokens = tuple(map(sum, zip(*(draft.lengths[stream] for stream in self.family.streams), strict=True)))
         keys = draft.keys
@@ -112,10 +122,12 @@ class Hooks(Kept):
         self.sizes = draft.lengths[self.family.output]
         return root.replaced(args, kwargs, changed)
 
+    @_eager
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After the model's forward, also one that failed."""
         self.sizes = None
 
+    @_eager
     def split(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward: this rank's share of its inputs."""
         named = part.named(args, kwargs)
@@ -124,6 +136,7 @@ class Hooks(Kept):
                 check(named[name], entry, f"{part.module}: {name}")
         return part.replaced(args, kwargs, self._shares(part, named))
 
+    @_eager
     def split_outputs(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After a module's forward: this rank's share of its outputs."""
         outputs = [output] if isinstance(output, Tensor) else list(output)
@@ -133,6 +146,7 @@ class Hooks(Kept):
             outputs[index] = split(outputs[index], entry, where, self.context)
         return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
+    @_eager
     def gather(self, part: ModulePlan, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After a module's forward: its outputs whole on every rank. Outside the model's forward they stay local."""
         if self.sizes is None:
@@ -154,7 +168,7 @@ class Hooks(Kept):
         given = {name: entry for name, entry in part.inputs.items() if named.get(name) is not None}
         return {name: split(named[name], entry, name, self.context) for name, entry in given.items()}
 
-    def _draft(self, root: ModulePlan, model: nn.Module, named: Mapping[str, Any]) -> Draft:
+    def _draft(self, root: ModulePlan, model: nn.Module, named: Mapping[str, Any], check_inputs: bool) -> Draft:
         self._check_intact(model)
         check_streams(named, self.family, root.inputs)
         for name, entry in root.inputs.items():
@@ -167,7 +181,9 @@ class Hooks(Kept):
         keys = masks.read(given, image.shape[0], sum(each[self.context.rank] for each in lengths.values()))
         backend = self.binding.backend or rt.current_backend()  # a recomputed call finds no scope
         asked = backend if isinstance(backend, str) else backend.name
-        return Draft({**facts_of(model, named, image.device), "backend": asked}, given, keys, lengths, backend)
+        same = {**facts_of(model, named, image.device), "backend": asked}
+        sums = checksums.of_inputs(named, self.family, image.device) if check_inputs else None
+        return Draft(same, given, keys, lengths, backend, sums)
 
     def _check_intact(self, model: nn.Module) -> None:
         """An error where something was changed since `parallelize` that would make numbers wrong, or ranks part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch import nn
 
 import ringtrue as rt
 
-RELEASES = r"0\.42\.\d+"
 ATTRIBUTE = "_ringtrue"  # where a model keeps its binding
 
 
@@ -47,24 +45,21 @@ FLUX = Family(
     refused=("FluxIPAdapterAttnProcessor",),
 )
 FAMILIES = (FLUX,)
+INSTALL = "pip install 'ringtrue[diffusers]'"
+PACKAGE = rt.optional.Package("diffusers", INSTALL, at_least="0.39", below="0.43")
+NAMES = rt.optional.Package(f"{__package__}.theirs", INSTALL, distribution="diffusers")  # it imports all that we need
 
 
 def require(call: str) -> None:
-    """UnsupportedError unless a diffusers release is installed that this package was written for."""
-    try:
-        import diffusers
-    except ImportError as error:
+    """UnsupportedError unless diffusers is installed, in a release that this package was run with, and can be used."""
+    reason = rt.optional.why_not(PACKAGE) or rt.optional.why_not(NAMES)
+    if reason is not None:
         text = rt.errors.message(
-            "diffusers is not installed", call=f"{call}(...)", remedy="pip install 'ringtrue[diffusers]'"
-        )
-        raise rt.UnsupportedError(text) from error
-    if not re.fullmatch(RELEASES, diffusers.__version__):
-        text = rt.errors.message(
-            "this release of diffusers is not supported",
+            f"[{reason.code}] {reason.text}",
             call=f"{call}(...)",
-            limit="0.42.x",
-            value=diffusers.__version__,
-            remedy="pip install 'diffusers>=0.42,<0.43'",
+            limit=reason.limit,
+            value=reason.value,
+            remedy=reason.remedy,
         )
         raise rt.UnsupportedError(text)
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
 import ringtrue as rt
 
 from .models import Family
+from .theirs import ContextParallelInput, ContextParallelOutput
 
 
 @dataclass(frozen=True)

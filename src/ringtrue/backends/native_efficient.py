@@ -1,0 +1,89 @@
+"""torch's memory-efficient attention on CUDA (aten::_scaled_dot_product_efficient_attention, once xformers' kernels).
+
+Seen on torch 2.11 and an H200: lse comes in rows of ceil(Sq / 32) * 32 with +inf in the padding, and goes back so;
+causal is top-left; a float mask has q's dtype, starts each row at a multiple of 8 elements and may be expanded, its
+gradient comes in full (B, H, Sq, Sk); backward takes an out whose heads are outermost for one whose tokens are. No GQA.
+Dropout is not offered yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ._pinned import moved
+
+SCHEMAS = {
+    "_scaled_dot_product_efficient_attention": (
+        "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) "
+        "-> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (
+        "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, "
+        "Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, "
+        "float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+LSE_ROWS = 32
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
+    """One call of the kernel, lse cut to the queries there are."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), _bias(q, k, mask), True, 0.0, mask.causal is not None,
+        scale=options.scale,
+    )  # fmt: skip
+    return ForwardOut(out.transpose(1, 2), lse[:, :, : q.shape[1]])
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: None,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    """One call of the kernel; lse is padded again as the kernel reads it."""
+    unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+    padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf")).contiguous()
+    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *(x.transpose(1, 2) for x in (grad_out, q, k, v)), _bias(q, k, mask), out.contiguous().transpose(1, 2),
+        padded, unread, unread, 0.0, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) if w else None for x, w in zip(grads[:3], wanted[:3], strict=True))
+    return Grads(dq, dk, dv, grads[3] if wanted.bias else None)
+
+
+def _bias(q: Tensor, k: Tensor, mask: Mask) -> Tensor | None:
+    return None if mask.dense is None else mask.dense.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+
+
+CLAIMS = Claims(
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    masks=frozenset({"dense_float"}),
+    bias_dtype="input",
+    stride_multiple=8,
+    causal="top_left",
+    head_dim_multiple=8,
+    value_dim=True,
+    dbias=True,
+    deterministic=False,
+    arithmetic="16-bit",
+)
+BACKEND = Backend(
+    "native_efficient",
+    "torch's memory-efficient kernel",
+    {"cuda": OpPair("native_efficient", forward, backward, CLAIMS)},
+    lambda device: moved(SCHEMAS),
+)

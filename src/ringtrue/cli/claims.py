@@ -1,0 +1,141 @@
+"""Claims in words: a row a question, a column a backend and device; for the terminal and for README.md alike.
+
+A field of `Claims` that has no words of its own here is shown under its own name, so nothing that is claimed is hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ringtrue as rt
+
+MASKS = {
+    "dense_bool": "bool tensor",
+    "dense_float": "float tensor",
+    "key_keep": "KeyPadding",
+    "key_bias": "KeyBias",
+    "segments": "Segments",
+    "window": "Window",
+}
+CAUSAL = {"none": "no", "top_left": "top left", "bottom_right": "bottom right", "offset": "any alignment"}
+BIAS = {
+    "any": "any float dtype",
+    "input": "one whose numbers the inputs' dtype holds",
+    "accumulate": "float32, or wider",
+}
+ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A backend on one or more kinds of device with the same claims, and the answers in the order of the rows."""
+
+    name: str
+    devices: tuple[str, ...]
+    supports: tuple[rt.Support, ...]
+    cells: tuple[str, ...]
+
+
+def rows() -> tuple[str, ...]:
+    """The questions, in order."""
+    return tuple(label for label, _ in _rows())
+
+
+def columns(supports: Iterable[rt.Support], *, join: bool = False) -> tuple[Column, ...]:
+    """The answers of every backend; `join` puts the devices on which one backend claims the same into one column."""
+    groups: dict[object, list[rt.Support]] = {}
+    for support in supports:
+        groups.setdefault((support.name, support.claims if join else support.device), []).append(support)
+    return tuple(
+        Column(
+            group[0].name,
+            tuple(support.device for support in group),
+            tuple(group),
+            tuple(read(group[0].claims) for _, read in _rows()),
+        )
+        for group in groups.values()
+    )
+
+
+def plain(claims: rt.Claims) -> dict[str, Any]:
+    """All fields, as JSON has them."""
+    return {field.name: _json(getattr(claims, field.name)) for field in dataclasses.fields(claims)}
+
+
+Read = Callable[[rt.Claims], str]
+
+
+def _rows() -> list[tuple[str, Read]]:
+    """Those with words of their own, then every other field; what the edge makes alike for all pairs is left out."""
+    fields = [field.name for field in dataclasses.fields(rt.Claims)]
+    known: dict[str, tuple[str, Read]] = {
+        "dtypes": ("dtypes", lambda c: ", ".join(_brief(d) for d in _by_size(c.dtypes))),
+        "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
+        "bias_dtype": ("dtype of a float mask", _bias_dtype),
+        "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
+        "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
+        "max_head_dim": ("head dims", lambda c: "any" if c.max_head_dim is None else f"up to {c.max_head_dim}"),
+        "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
+        "dropout": ("dropout", lambda c: _said(c.dropout)),
+        "softcap": ("softcap", lambda c: _said(c.softcap)),
+        "lse": ("log-sum-exp returned", lambda c: _said(c.lse)),
+        "backward": ("gradients of q, k, v", lambda c: _said(c.backward)),
+        "dbias": ("gradient of a float mask", lambda c: _said(c.dbias)),
+        "dlse": ("gradient of the log-sum-exp", lambda c: _said(c.dlse)),
+        "backward_from_lse": ("context parallelism", lambda c: "Ulysses, Ring" if _rings(c) else "Ulysses"),
+        "deterministic": ("deterministic backward", lambda c: _said(c.deterministic)),
+        "arithmetic": ("softmax weights kept in", lambda c: ARITHMETIC.get(str(c.arithmetic), str(c.arithmetic))),
+        "options": ("backend_options", lambda c: _joined(c.options, {})),
+    }
+    others = [name for name in fields if name not in known and not _made_alike(name)]
+    generic = {name: (name.replace("_", " "), lambda c, name=name: _said(getattr(c, name))) for name in others}
+    return [*known.values(), *generic.values()]
+
+
+def _bias_dtype(claims: rt.Claims) -> str:
+    takes = {"dense_float", "key_bias"} & claims.masks
+    return BIAS.get(str(claims.bias_dtype), str(claims.bias_dtype)) if takes else "none"
+
+
+def _made_alike(field: str) -> bool:
+    """Whether the edge makes every pair the same in this: strides, signs, sizes in multiples of something."""
+    return field.startswith("any_") or field.endswith(("_multiple", "_tile"))
+
+
+def _rings(claims: rt.Claims) -> bool:
+    return claims.backward_from_lse and claims.lse
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, frozenset | set | tuple | list):
+        return _joined(value, {})
+    return "none" if value is None else _brief(value)
+
+
+def _joined(items: Iterable[object], words: dict[str, str]) -> str:
+    names = [str(item) for item in items]
+    ordered = [name for name in words if name in names] + sorted(name for name in names if name not in words)
+    return ", ".join(words.get(name, name) for name in ordered) or "none"
+
+
+def _by_size(dtypes: Iterable[torch.dtype]) -> Sequence[torch.dtype]:
+    return sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+
+
+def _brief(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _json(value: object) -> Any:
+    if isinstance(value, frozenset | set):
+        return sorted(_brief(item) for item in value)
+    if isinstance(value, tuple | list):
+        return [_json(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) or value is None else _brief(value)

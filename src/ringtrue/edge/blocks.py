@@ -1,0 +1,79 @@
+"""Into which rectangles of queries and keys a call is cut, so that a pair takes each of them; numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..contract import Claims, Mask
+from ..masks import row_blocks
+
+Block = tuple[slice, slice]
+WRITTEN_OUT = frozenset({"segments", "window"})  # as a bias, for a block of rows at a time, where a pair takes them not
+
+
+def reached(mask: Mask, q_len: int, k_len: int) -> Mask:
+    """The mask without the ends that hide nothing: the first query reaches the last key, the last one the first key."""
+    causal = None if mask.causal is None or mask.causal >= k_len - 1 else mask.causal
+    since = None if mask.since is None or mask.since <= 1 - q_len else mask.since
+    return mask if (causal, since) == (mask.causal, mask.since) else replace(mask, causal=causal, since=since)
+
+
+def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
+    """Rectangles (rows, cols) that cover all visible: each as the pair takes it, or rows to be written out."""
+    if (mask.kinds - claims.masks) & WRITTEN_OUT:
+        return [(rows, part) for rows, cols in written_out(mask, q_len, k_len) for part in _tiles(cols, claims)]
+    blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)
+    if all(len(_tiles(cols, claims)) == 1 for _, cols in blocks):
+        return blocks
+    parts = []
+    for rows, cols in blocks:
+        for part in _tiles(cols, claims):
+            offset = None if mask.causal is None else mask.causal + rows.start - part.start
+            sees_all = offset is None or offset >= part.stop - part.start - 1
+            parts += _causal_blocks(None if sees_all else offset, rows, part, claims)
+    return parts
+
+
+def _tiles(cols: slice, claims: Claims) -> list[slice]:
+    """The keys as they are, or in two parts where their number is an odd multiple of the pair's tile."""
+    tile = claims.key_tile
+    if tile is None or (cols.stop - cols.start) % (2 * tile) != tile:
+        return [cols]
+    cut = cols.stop - tile * 5 // 8  # neither part is a multiple of the tile
+    return [slice(cols.start, cut), slice(cut, cols.stop)]
+
+
+def _causal_blocks(offset: int | None, rows: slice, cols: slice, claims: Claims) -> list[Block]:
+    """The blocks of a rectangle whose query i sees keys j <= i + offset, both counted from its corner."""
+    q_len, k_len = rows.stop - rows.start, cols.stop - cols.start
+    if offset is None or claims.causal == "offset":
+        return [(rows, cols)]
+    first = max(-offset, 0)  # queries before it see nothing
+    if first >= q_len:
+        return []
+    offset = max(offset, 0)
+    rows = slice(rows.start + first, rows.stop)
+    if claims.causal == "bottom_right":  # the last query of a block must reach just its last key
+        last = rows.start + min(q_len - first, k_len - offset)
+        whole = [(slice(last, rows.stop), cols)] if last < rows.stop else []
+        return [(slice(rows.start, last), slice(cols.start, cols.start + last - rows.start + offset)), *whole]
+    seen_by_all = [(rows, slice(cols.start, cols.start + offset))] if offset else []
+    return [*seen_by_all, (rows, slice(cols.start + offset, cols.stop))]
+
+
+def written_out(mask: Mask, q_len: int, k_len: int) -> list[Block]:
+    """Blocks of rows, each with the keys that a window or a causal limit leaves it."""
+    blocks = []
+    for rows in row_blocks(q_len):
+        first = 0 if mask.since is None else max(rows.start + mask.since, 0)
+        last = k_len if mask.causal is None else min(rows.stop + mask.causal, k_len)
+        if first < last:
+            blocks.append((rows, slice(first, last)))
+    return blocks
+
+
+def whole(blocks: list[Block], q: Tensor, k: Tensor) -> bool:
+    """Whether the only block is the call itself."""
+    return blocks == [(slice(0, q.shape[1]), slice(0, k.shape[1]))]

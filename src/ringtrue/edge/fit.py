@@ -1,0 +1,103 @@
+"""q, k, v and the mask of one block in a form that a pair takes, and its gradients in the form of what came in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..contract import Claims, Mask, Options, accumulate_dtype
+from ..masks import dense_bias, whole_bias
+from .blocks import WRITTEN_OUT
+
+
+def fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as the kernel takes them: one key head per query head, widths it knows, last dim contiguous."""
+    if not claims.gqa and k.shape[2] != q.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    multiple = claims.head_dim_multiple
+    width, value_width = (-(-x.shape[-1] // multiple) * multiple for x in (q, v))
+    if not claims.value_dim:
+        width = value_width = max(width, value_width)
+    return inner(claims, pad(q, width)), inner(claims, pad(k, width)), inner(claims, pad(v, value_width))
+
+
+def unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """Undo `_fit` for a gradient: cut the padding, sum over the query heads of a group in float32."""
+    if grad is None:
+        return None
+    grad = grad[..., : like.shape[-1]]
+    if grad.shape[2] != like.shape[2]:
+        grad = grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=accumulate_dtype(grad.dtype))
+    return grad.to(like.dtype)
+
+
+def positive(claims: Claims, q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
+    """q and options with the scale's sign moved into q, where the kernel needs it; and that sign (-1, 0 or 1)."""
+    scale = options.scale
+    sign = (scale > 0) - (scale < 0)
+    if claims.any_scale or sign == 1:
+        return q, options, 1
+    return sign * q, replace(options, scale=abs(scale) or 1.0), sign
+
+
+def lower(mask: Mask, q: Tensor, k: Tensor, claims: Claims) -> Mask:
+    """The mask in a form the pair takes: as it is, or its tensors as one additive bias, or all of it as one."""
+    k_len, dtype = k.shape[1], q.dtype
+    wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
+    takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
+    takes_shape = mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides
+    written_out = not _takes_ends(mask, q.shape[1], k_len, claims)
+    if written_out or not (mask.kinds <= claims.masks and takes_bias and takes_shape):
+        to = wanted or accumulate_dtype(dtype)
+        bias = whole_bias(mask, to, q.shape[1], k_len, q.device) if written_out else dense_bias(mask, to)
+        if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
+            bias = bias.expand(*bias.shape[:-1], k_len).contiguous()
+        mask = Mask(dense=bias) if written_out else replace(mask, dense=bias, key_keep=None, key_bias=None)
+    dense, multiple = mask.dense, claims.stride_multiple
+    if dense is None or dense.dtype == torch.bool or multiple == 1:
+        return mask
+    if dense.stride(-1) == 1 and not _misplaced(dense, multiple):
+        return mask
+    row = -(-k_len // multiple) * multiple
+    return replace(mask, dense=dense.new_empty(*dense.shape[:-1], row)[..., :k_len].copy_(dense))
+
+
+def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
+    """Whether the pair takes the segments, the window and the causal offset of a block; else they are written out."""
+    if (mask.kinds - claims.masks) & WRITTEN_OUT:
+        return False
+    own = {"offset": mask.causal, "top_left": 0, "bottom_right": k_len - q_len, "none": None}[claims.causal]
+    return mask.causal is None or mask.causal == own
+
+
+def unlower(d_bias: Tensor | None, mask: Mask) -> Tensor | None:
+    """Undo `_lower` for the gradient of a float mask: sum over the dims that the user's mask does not have."""
+    bias = mask.bias
+    if d_bias is None or bias is None:
+        return None
+    if d_bias.shape == bias.shape:
+        return d_bias.to(bias.dtype)
+    d_bias = d_bias.to(accumulate_dtype(d_bias.dtype))
+    return (d_bias.sum((1, 2)) if bias.dim() == 2 else d_bias.sum_to_size(bias.shape)).to(bias.dtype)
+
+
+def pad(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
+def inner(claims: Claims, x: Tensor) -> Tensor:
+    """x where the kernel can read it: itself, or a copy."""
+    if claims.any_strides:
+        return x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if _misplaced(x, claims.stride_multiple) else x
+
+
+def _misplaced(x: Tensor, multiple: int) -> bool:
+    """Whether x, or some row of it, starts between two multiples of `multiple` elements."""
+    return multiple > 1 and any(
+        start % multiple for start in (x.storage_offset(), *(x.stride(i) for i in range(3) if x.shape[i] > 1))
+    )

@@ -1,0 +1,104 @@
+"""Whether an optional package can be used here, and if not, why: as a Reason, for the backend or integration it serves.
+
+A broken package costs nothing but itself: nothing is imported until somebody asks, whatever its import raises becomes
+a reason, and the answer is kept. `find_spec` proves nothing: a remnant of a removed package is found too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+
+from torch.torch_version import TorchVersion
+
+from .contract import Reason
+
+_PRE = re.compile(r"^[^+]*(a|b|rc|dev)\d")  # PEP 440; what follows a plus is no part of the release
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package, as a backend or an integration needs it.
+
+    module        what is imported; dotted where only a part is needed ("flash_attn.cute")
+    install       what to do when it cannot be used
+    distribution  its name for pip, where that is not the first part of `module`
+    at_least      the first release that will do, "" = any
+    below         the first release that will not, its pre-releases included, "" = none
+    pre           pre-releases between the two will do
+    attributes    what the module must have, dotted below it; several packages load these only when they are looked at
+    """
+
+    module: str
+    install: str
+    distribution: str = ""
+    at_least: str = ""
+    below: str = ""
+    pre: bool = False
+    attributes: tuple[str, ...] = ()
+
+
+@cache
+def why_not(package: Package) -> Reason | None:
+    """None when the package can be used, else the reason; it is imported by the first call, and asked once a process.
+
+    package-missing  it is not installed
+    package-version  a release that was not tried, or one that does not say which it is
+    package-broken   its import raised (ImportError, an undefined symbol as OSError, RuntimeError, anything), it is a
+                     folder that a removed package left behind, or it lacks a name that is needed
+    """
+    name, version = package.distribution or package.module.split(".")[0], ""
+    with suppress(importlib.metadata.PackageNotFoundError, KeyError):  # else the module itself may say
+        version = importlib.metadata.version(name) or ""
+    if version and not _within(package, version):
+        return _version(package, name, version)
+    try:
+        module = importlib.import_module(package.module)
+        if getattr(module, "__file__", None) is None:
+            return _broken(package, f"{name} is a folder without code, as a removed package leaves behind", version)
+        version = str(getattr(module, "__version__", version))
+        if not _within(package, version):
+            return _version(package, name, version)
+        for attribute in package.attributes:
+            where: object = module
+            for part in attribute.split("."):
+                where = getattr(where, part)
+    except (Exception, SystemExit) as error:  # another project's code ran: it may raise anything
+        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, package.module):
+            seen = f"{name} {version} without it" if version else "absent"
+            return Reason(
+                "package-missing", f"{package.module} is not installed", package.module, seen, package.install
+            )
+        said = (str(error).strip().splitlines() or [""])[0]
+        return _broken(package, f"{name} cannot be imported: {type(error).__name__}: {said}", version)
+    return None
+
+
+def _within(package: Package, version: str) -> bool:
+    if not (package.at_least or package.below):
+        return True
+    if not version or (_PRE.search(version) and not package.pre):
+        return False
+    seen = TorchVersion(version)
+    return seen >= (package.at_least or "0.dev0") and not (package.below and seen >= f"{package.below}.dev0")
+
+
+def _version(package: Package, name: str, seen: str) -> Reason:
+    bounds = [f">= {package.at_least}"] * bool(package.at_least) + [f"< {package.below}"] * bool(package.below)
+    limit = ", ".join(bounds) + ("" if package.pre else ", no pre-release")
+    return Reason(
+        "package-version", f"this release of {name} is not supported", limit, seen or "it does not say", package.install
+    )
+
+
+def _broken(package: Package, text: str, version: str) -> Reason:
+    return Reason("package-broken", text, f"a working {package.module}", version, package.install)
+
+
+def _is_part(missing: str | None, module: str) -> bool:
+    """Whether what was not found is the module itself or a package around it, not something that it imports."""
+    return missing is not None and (module == missing or module.startswith(f"{missing}."))

@@ -1,0 +1,79 @@
+"""README's support table is what the backends claim: generated, never typed, on any machine the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import ringtrue as rt
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+# the edge makes these alike for every pair (contract.Claims says how), so no reader has to know them
+SHOWN = [
+    name
+    for name in (field.name for field in dataclasses.fields(rt.Claims))
+    if not name.startswith("any_") and not name.endswith(("_multiple", "_tile"))
+]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_support", ROOT / "docs" / "support.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+support = load()
+
+
+def test_readme_has_the_claims_of_today() -> None:
+    """When this fails: read what changed, and if it is meant, run `python docs/support.py`."""
+    assert support.written(README, rt.backends()) == README
+
+
+def test_every_backend_and_device_is_in_the_table() -> None:
+    table = support.table(rt.backends())
+    for found in rt.backends():
+        assert f"`{found.name}`" in table
+        assert found.summary in table
+
+
+def test_the_machine_does_not_show() -> None:
+    gone = rt.Reason("device", "this machine has no such device")
+    elsewhere = [replace(found, unavailable=gone) for found in rt.backends()]
+    assert support.table(elsewhere) == support.table(rt.backends())
+
+
+def other(value: Any) -> Any:
+    """A value of the same kind that is not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, frozenset):
+        return frozenset(list(value)[1:]) if value else frozenset({"something"})
+    return 7 if value is None or isinstance(value, int) else "something else"
+
+
+@pytest.mark.parametrize("field", SHOWN)
+def test_no_claim_can_change_unseen(field: str) -> None:
+    """Whatever a backend claims less, or more: the table is another one, and the first test fails."""
+    for found in rt.backends():
+        if field == "bias_dtype" and not {"dense_float", "key_bias"} & found.claims.masks:
+            continue  # the dtype of what it does not take
+        changed = replace(found.claims, **{field: other(getattr(found.claims, field))})
+        seen = [replace(s, claims=changed) if s == found else s for s in rt.backends()]
+        assert support.table(seen) != support.table(rt.backends()), (found.name, field)
+
+
+@pytest.mark.parametrize("text", ["", support.BEGIN, support.END, (support.BEGIN + support.END) * 2])
+def test_a_readme_without_its_markers_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="marker"):
+        support.written(text, rt.backends())
