@@ -206,7 +206,7 @@ class _Joined:
 
 def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
-    if bias is None or bias.dtype in (torch.bool, torch.float64):
+    if bias.dtype in (torch.bool, torch.float64):
         return bias
     to = autocast_dtype(q.device.type)
     return bias if to is None or q.dtype != to else _narrowed(bias, to)
