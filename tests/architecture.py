@@ -17,6 +17,7 @@ CORE = frozenset(
         "backends",
         "call",
         "checks",
+        "compiled",
         "contract",
         "edge",
         "errors",
@@ -27,7 +28,7 @@ CORE = frozenset(
         "merge",
     }
 )
-CORE |= {"parallel", "scope", "select"}
+CORE |= {"parallel", "scope", "select", "tracing"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
@@ -35,7 +36,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
-    "checks": frozenset({"errors", "masks"}),
+    "checks": frozenset({"contract", "errors", "masks"}),
+    "compiled": frozenset({"autograd", "contract", "errors"}),
     "contract": frozenset(),
     "edge": frozenset({"contract", "errors", "kept", "level", "masks", "merge"}),
     "errors": frozenset(),
@@ -47,8 +49,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "select": frozenset({"backends", "contract", "edge", "errors", "faults"}),
+    "tracing": frozenset({"backends", "call", "checks", "compiled", "contract", "masks", "scope", "select"}),
     "backends": frozenset({"contract", "errors", "masks", "optional"}),
-    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select"},
+    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "integrations"}),

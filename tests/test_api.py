@@ -220,20 +220,6 @@ def test_explain_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rt.explain(*qkv(grad=True)).backend == "unreachable"
 
 
-@pytest.mark.filterwarnings("ignore")  # what Dynamo says about code that it steps into after the break
-def test_a_compiled_caller_breaks_there_or_is_refused() -> None:
-    tensors = qkv(grad=True)
-    expected = rt.attention(*tensors)
-    torch._dynamo.reset()
-    out = torch.compile(lambda *x: rt.attention(*x) * 1, backend="aot_eager")(*tensors)
-    assert torch.equal(out, expected)
-    for a, b in zip(*(torch.autograd.grad(x, tensors, like(x)) for x in (out, expected)), strict=True):
-        assert torch.equal(a, b)
-    whole = torch.compile(lambda *x: rt.attention(*x, backend=unreachable()) * 1, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"torch\.compile of attention is not supported yet"):
-        whole(*tensors)
-
-
 def test_the_arguments_are_torchs_and_in_its_order() -> None:
     names = list(inspect.signature(rt.attention).parameters)
     assert names[:6] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]

@@ -19,6 +19,7 @@ from .errors import (
 from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
 from .parallel.context import ContextParallel
+from .scope import checkpoint
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "attention",
     "attention_backend",
     "backends",
+    "checkpoint",
     "current_backend",
     "errors",
     "explain",

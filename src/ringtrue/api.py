@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import autograd, scope, select
+from . import autograd, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, OpPair, Reason
 from .edge import widened
-from .errors import ArgumentError, UnsupportedError, message
+from .errors import ArgumentError, message
 from .masks import MaskPart
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def attention(
 
     attn_mask   bool tensor (True = may attend) or float tensor (added to the scaled scores), right-aligned broadcast to
                 (B, H, Sq, Sk), or Causal, Window, Segments, KeyPadding, KeyBias, or several joined by `&`; at most one
-                float mask. A query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a context
-                a tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys; KeyPadding
-                and KeyBias are sharded like the keys.
-    dropout_p   of the weights, as in FlashAttention; drawn from torch's default CPU generator (torch.manual_seed, and
-                checkpointing restores it), so that gradients belong to the mask that was drawn. lse knows nothing of it.
+                float mask. A query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a
+                context a tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys;
+                KeyPadding and KeyBias are sharded like the keys.
+    dropout_p   of the weights, as in FlashAttention; lse knows nothing of it. Drawn by torch's default CPU generator
+                (which torch.manual_seed sets and checkpointing restores); gradients belong to the mask that was drawn.
     softcap     c > 0: scores are c tanh(scale q k / c), before mask and bias.
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
@@ -66,21 +66,19 @@ def attention(
     Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
     cannot be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.
     """
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            message("torch.compile of attention is not supported yet", remedy="do not use fullgraph=True")
-        )
     arguments = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
         "enable_gqa": enable_gqa, "softcap": softcap, "return_lse": return_lse, "layout": layout,
         "deterministic": deterministic, "backend_options": backend_options,
     }  # fmt: skip
-    out, lse = _run(query, key, value, backend, parallel, arguments)
+    run = tracing.run if torch.compiler.is_compiling() and tracing.compilable(backend, parallel) else _run
+    out, lse = run(query, key, value, backend, parallel, arguments)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable  # after a graph break the frames below would be compiled, where nothing guards them
+# after a graph break the frames below would be compiled, where nothing guards them
+@torch.compiler.disable(reason="ringtrue.attention under a context, or with an OpPair as backend, is not compiled yet")
 def _run(
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""The one place where an OpPair meets autograd: the eager bridge, one light torch.autograd.Function."""
+"""Where an OpPair meets autograd in eager calls: one light torch.autograd.Function. compiled.py is the other bridge."""
 
 from __future__ import annotations
 
@@ -28,19 +28,31 @@ def run(
     `rng` is the random state of dropout. The pair runs with autocast off, in both directions: its inputs are cast.
     """
     if not (anchored or any(wanted)):
-        with _as_it_is(q):
+        with as_it_is(q):
             result = pair.forward(q, k, v, mask, rng, options)
         return result.out, result.lse
     anchor = torch.zeros((), requires_grad=True) if anchored else None
     return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options, rng)
 
 
-def _as_it_is(x: Tensor) -> AbstractContextManager[object]:
+def as_it_is(x: Tensor) -> AbstractContextManager[object]:
     """Autocast off, where it is on."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
+    """GradientError where a gradient of lse came that the pair would not look at."""
+    if grad_lse is not None and not pair.claims.dlse:
+        raise GradientError(
+            message(
+                f"backend {pair.name!r} gives no gradient through lse here",
+                limit="one device, and a backend whose claims have dlse",
+                remedy="lse.detach(), or parallel=False",
+            )
+        )
 
 
 class _Bridge(torch.autograd.Function):
@@ -57,7 +69,7 @@ class _Bridge(torch.autograd.Function):
         options: Options,
         rng: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        with _as_it_is(q):
+        with as_it_is(q):
             result = pair.forward(q, k, v, mask, rng, options)
         ctx.pair, ctx.options, ctx.bounds = pair, options, (mask.causal, mask.since)
         out, lse = result.out.data, result.lse.data  # a kernel's transposed view must not forbid in-place use of out
@@ -70,14 +82,7 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
         pair: OpPair = ctx.pair
-        if grad_lse is not None and not pair.claims.dlse:
-            raise GradientError(
-                message(
-                    f"backend {pair.name!r} gives no gradient through lse here",
-                    limit="one device, and a backend whose claims have dlse",
-                    remedy="lse.detach(), or parallel=False",
-                )
-            )
+        refuse_lse_gradient(pair, grad_lse)
         q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint unpacks a tensor only once
         parts, rng, saved = rest[:5], rest[5], tuple(rest[6:])
         mask = Mask(*parts, *ctx.bounds)
@@ -86,7 +91,7 @@ class _Bridge(torch.autograd.Function):
             grad_out = like.new_zeros(shape)
         wanted = Wanted(*ctx.needs_input_grad[:4])
         twice = torch.is_grad_enabled() and pair.claims.double_backward  # create_graph=True
-        with torch.set_grad_enabled(twice), _as_it_is(grad_out):
+        with torch.set_grad_enabled(twice), as_it_is(grad_out):
             grads = pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, ctx.options, wanted)
         kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
         if torch.is_grad_enabled() and not twice:  # a second derivative must fail loudly, whatever it is taken of

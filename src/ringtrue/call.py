@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, Checker, Described, autocast_dtype, check_dense, check_tokens
+from .checks import DTYPES, Asks, Checker, Described, autocast_dtype, check_dense, check_tokens
 from .contract import Facts, Mask, Options, Wanted
 from .masks import Causal, Dense, KeyBias, KeyPadding, MaskPart, Segments, Window, parts_of
 
@@ -52,13 +52,17 @@ def normalise(
     deterministic: bool | None = None,
     backend_options: dict[str, object] | None = None,
     sharded: bool = False,
+    asks: Asks | None = None,
 ) -> Call:
-    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story."""
+    """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story.
+
+    `asks` says what requires grad where the tensors themselves cannot: inside an operator.
+    """
     text = Described(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         softcap=softcap, layout=layout,
     )  # fmt: skip
-    check = Checker(text, layout)
+    check = Checker(text, layout, asks)
     check.tensors(q, k, v)
     q, k, v = autocast(q, k, v)
     check.dtypes(q, k, v)
@@ -78,7 +82,7 @@ def normalise(
         return_lse=return_lse,
         extra=tuple(sorted((backend_options or {}).items(), key=lambda option: option[0])),
     )
-    return Call(q, k, v, mask, options, _facts(q, k, v, mask, options), alignments, window, text)
+    return Call(q, k, v, mask, options, _facts(q, k, v, mask, options, asks), alignments, window, text)
 
 
 def random_state() -> Tensor:
@@ -95,9 +99,11 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     return [x if to is None or x.dtype not in DTYPES[1:] else x.to(to) for x in tensors]
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Facts:
-    grad = torch.is_grad_enabled()
+def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: Asks | None) -> Facts:
     bias = mask.bias
+    if asks is None:
+        requires_grad = Wanted(*(x is not None and x.requires_grad for x in (q, k, v, bias)))
+        asks = Asks(requires_grad, torch.is_grad_enabled())
     return Facts(
         device=q.device.type,
         dtype=q.dtype,
@@ -111,8 +117,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> Fac
         mask_kinds=mask.kinds,
         bias_dtype=None if bias is None else bias.dtype,
         causal=mask.causal,
-        wanted=Wanted(*(grad and x is not None and x.requires_grad for x in (q, k, v, bias))),
-        mask_grad=bias is not None and bias.requires_grad,
+        wanted=asks.wanted,
+        mask_grad=asks.requires_grad.bias,
         dropout=options.dropout_p > 0,
         softcap=options.softcap > 0,
         deterministic=options.deterministic,
@@ -137,7 +143,7 @@ def build_mask(
     ends = [0 if a == "top_left" else k_len - q_len for a in joined.alignments] + ([] if upto is None else [upto])
     causal = min(ends) if ends else None
     mask = Mask(
-        _in_range(_cast(dense, q), q.dtype), joined.keep, _in_range(_cast(bias, q), q.dtype), *joined.segments,
+        _in_range(dense, q), joined.keep, _in_range(bias, q), *joined.segments,
         causal if causal is None else max(min(causal, k_len), -q_len),  # beyond, they hide no more and no less
         since if since is None else max(min(since, k_len), -q_len),
     )  # fmt: skip
@@ -193,17 +199,20 @@ class _Joined:
         self.segments = (q_ids, k_ids)
 
 
-def _cast(bias: Tensor | None, q: Tensor) -> Tensor | None:
+def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
     to = autocast_dtype(q.device.type)
-    if bias is None or to is None or q.dtype != to or bias.dtype in (torch.bool, torch.float64, to):
+    if to is None or q.dtype != to or bias.dtype in (torch.bool, torch.float64, to):
         return bias
     return _narrowed(bias, to)
 
 
-def _in_range(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A float64 bias for narrower inputs in float32."""
-    if bias is None or bias.dtype != torch.float64 or dtype == torch.float64:
+def _in_range(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask as autocast casts it; a float64 bias for narrower inputs in float32."""
+    if bias is None:
+        return None
+    bias = autocast_bias(bias, q)
+    if bias.dtype != torch.float64 or q.dtype == torch.float64:
         return bias
     return _narrowed(bias, torch.float32)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .contract import Wanted
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart, short
 
@@ -50,12 +51,25 @@ def _brief(x: object) -> str:
     return f"a {type(x).__name__}"
 
 
+class Asks(NamedTuple):
+    """What requires grad, whatever the grad mode, and whether that is on."""
+
+    requires_grad: Wanted
+    grad_mode: bool
+
+    @property
+    def wanted(self) -> Wanted:
+        """The gradients that will be asked for."""
+        return self.requires_grad if self.grad_mode else Wanted(False, False, False)
+
+
 @dataclass(frozen=True)
 class Checker:
     """The refusals of one call; each raises with the call, the limit, the value and a remedy."""
 
     text: object
     layout: str
+    asks: Asks | None = None  # None: the tensors say themselves
 
     def fail(
         self,
@@ -118,6 +132,12 @@ class Checker:
         for name, flag in given.items():
             if not isinstance(flag, bool):
                 self.fail(f"{name} is not a bool", "True or False", _brief(flag), "a mask is passed as attn_mask")
+
+    def kinds(self, **given: object) -> None:
+        """That numbers are numbers; their values are looked at where they are known."""
+        for name, number in given.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+                self.fail(f"{name} is not a number", "a float", _brief(number))
 
     def numbers(self, dropout_p: object, scale: object, softcap: object, backend_options: object) -> None:
         if not _finite(dropout_p) or not 0.0 <= dropout_p < 1.0:
@@ -190,7 +210,9 @@ def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check:
             if per_sample
             else "a 2-D mask is (Sq, Sk); a key mask per sample is KeyPadding(bool (B, Sk))",
         )
-    if torch.is_grad_enabled() and four.requires_grad:
+    asks = check.asks
+    wants = torch.is_grad_enabled() and four.requires_grad if asks is None else asks.wanted.bias
+    if wants and four.is_floating_point():
         return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times
         # on another rank it may be another row, and only all ranks together know the number of key columns

@@ -184,16 +184,25 @@ class Claims:
     options: frozenset[str] = frozenset()
 
 
+def shapes_only(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+    """What a forward that keeps nothing gives, without its numbers."""
+    batch, q_len, heads, _ = q.shape
+    lse = q.new_empty(batch, heads, q_len, dtype=accumulate_dtype(q.dtype))
+    return ForwardOut(q.new_empty(batch, q_len, heads, v.shape[-1]), lse)
+
+
 @dataclass(frozen=True)
 class OpPair:
     """Two pure functions and what they claim. A pair that keeps what its backward needs in `saved` sets
-    `reads_inputs=False` and is handed None for q, k, v, out and lse there."""
+    `reads_inputs=False` and is handed None for q, k, v, out and lse there. `shapes` is forward without the numbers, for
+    tensors that have none while torch traces: a pair that keeps tensors in `saved` must bring its own."""
 
     name: str
     forward: Callable[..., ForwardOut]
     backward: Callable[..., Grads]
     claims: Claims
     reads_inputs: bool = True
+    shapes: Callable[..., ForwardOut] = shapes_only
 
 
 @dataclass(frozen=True)

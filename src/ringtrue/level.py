@@ -31,7 +31,8 @@ SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordi
 
 def level(pair: OpPair) -> OpPair:
     """The pair with huge rows of a float mask moved to 0 and back."""
-    return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair))
+    shapes = partial(_forward, replace(pair, forward=pair.shapes))
+    return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), shapes=shapes)
 
 
 def _forward(
@@ -44,7 +45,7 @@ def _forward(
     shift, at_top = row_levels(_as_wide_as(mask, k.shape[1]), q.shape[1], accumulate_dtype(q.dtype))
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
     saved = (shift, at_top, result.lse, *result.saved)
-    return result._replace(lse=result.lse if result.lse.numel() == 0 else result.lse + shift, saved=saved)
+    return result._replace(lse=result.lse.clone() if result.lse.numel() == 0 else result.lse + shift, saved=saved)
 
 
 def _backward(

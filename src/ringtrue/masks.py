@@ -182,6 +182,44 @@ def parts_of(mask: object) -> tuple[MaskPart, ...]:
     )
 
 
+def taken_apart(mask: object) -> tuple[str, list[Tensor], list[int]]:
+    """Anything that may be passed as attn_mask as plain words, tensors and numbers, for the schema of an operator.
+
+    A word is `Name:fields`, one letter a field (t a tensor, n a number, - None), or the field's own text after a "=".
+    """
+    words: list[str] = []
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for part in parts_of(mask):
+        word = type(part).__name__
+        for name in type(part).__match_args__:  # type: ignore[attr-defined]
+            value = getattr(part, name)
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                word += ":t"
+            elif isinstance(value, str):
+                word += ":=" + value
+            elif value is None:
+                word += ":-"
+            else:
+                numbers.append(value)
+                word += ":n"
+        words.append(word)
+    return " ".join(words), tensors, numbers
+
+
+def put_together(mask: str, tensors: list[Tensor], numbers: list[int]) -> MaskPart | None:
+    """What `taken_apart` took apart."""
+    left, counts = iter(tensors), iter(numbers)
+    parts = []
+    for word in mask.split():
+        name, *fields = word.split(":")
+        kind = next(part for part in MaskPart.__subclasses__() if part.__name__ == name)
+        given = {"t": lambda: next(left), "n": lambda: next(counts), "-": lambda: None}
+        parts.append(kind(*(given[field]() if field in given else field[1:] for field in fields)))
+    return MaskSet(tuple(parts)) if len(parts) > 1 else next(iter(parts), None)
+
+
 def _require(tensor: object, name: str, form: str, fits: Callable[[torch.dtype], bool], dims: int = 2) -> None:
     if not isinstance(tensor, Tensor) or tensor.dim() != dims or not fits(tensor.dtype):
         value = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__

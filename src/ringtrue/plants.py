@@ -92,7 +92,8 @@ def changed(
         count.add(before, after)
         return pair.backward(*after)
 
-    return Planted(f"{pair.name}+{name}", changed_forward, changed_backward, pair.claims, pair.reads_inputs, count)
+    name = f"{pair.name}+{name}"
+    return Planted(name, changed_forward, changed_backward, pair.claims, pair.reads_inputs, pair.shapes, count)
 
 
 def kv_transposed_twice(pair: OpPair) -> Planted:

@@ -106,9 +106,12 @@ def composed(backend: Backend, device: str) -> OpPair:
     return edge(faults.mended(pair, device, None if exact is None else edge(exact)))
 
 
-def fitting(name: str, facts: Facts, call: object = "") -> tuple[Choice, ...]:
-    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError."""
-    choices, trace = survey(name, facts)
+def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) -> tuple[Choice, ...]:
+    """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError.
+
+    `traced`: the sizes may be symbols, which no cache can hold.
+    """
+    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts)
     if not choices:
         raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
     return choices

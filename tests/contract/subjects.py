@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 
+from contract.bridges import operator_pair, through_autograd
 from ringtrue.audit.cases import CASES
 from ringtrue.audit.drawn import drawn_mask
 from ringtrue.audit.inputs import Case, Inputs, build
@@ -97,11 +98,21 @@ def cuts(case: Case) -> list[int]:
     return [min(1, middle), middle, middle]
 
 
-def verdicts(pair: OpPair, case: Case, device: str, *, in_parts: bool = False) -> list[Verdict]:
-    """How a pair does on one case: as one call, or under the chunk law."""
+Bridge = Literal["eager", "compiled"]
+
+
+def verdicts(
+    pair: OpPair, case: Case, device: str, *, in_parts: bool = False, bridge: Bridge = "eager"
+) -> list[Verdict]:
+    """How a pair does on one case, as one call or under the chunk law: its functions, or the operators around it."""
     inputs = inputs_for(pair, case, device)
     if case.dropout:  # right is only what belongs to the mask that this pair draws
         inputs = replace(inputs, dropout=drawn_mask(pair, inputs))
-        return judged(whole(pair, inputs), inputs)
-    result = chunk_law(pair, inputs, cuts(case)) if in_parts else whole(pair, inputs)
+    compiled = bridge == "compiled"
+    if in_parts:
+        result = chunk_law(operator_pair(pair) if compiled else pair, inputs, cuts(case))
+    else:
+        result = through_autograd(pair, inputs) if compiled else whole(pair, inputs)
+    if case.dropout:
+        return judged(result, inputs)
     return judge(result, *reference(case, device), inputs)

@@ -8,34 +8,59 @@ from itertools import product
 import pytest
 import torch
 
-from contract.subjects import EVERY_SUBJECT, SUBJECTS, Subject, cases_for, inputs_for, parameters, verdicts
+from contract.subjects import (
+    DTYPES,
+    EVERY_SUBJECT,
+    SUBJECTS,
+    Bridge,
+    Subject,
+    cases_for,
+    inputs_for,
+    parameters,
+    verdicts,
+)
 from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
 from ringtrue.contract import Wanted
 
+# operators hand on what they are given: one dtype, which every pair takes, shows it
+DTYPES_OF = {"eager": DTYPES, "compiled": (torch.bfloat16,)}
+
 
 def every_case(*, in_parts: bool) -> list[object]:
     found = []
-    for subject in SUBJECTS:
-        if in_parts and not subject.pair.claims.backward_from_lse:
-            continue
-        for c in cases_for(subject, in_parts=in_parts):
-            plain = parameters(subject)
-            name = f"{subject}-{str(c.dtype).removeprefix('torch.')}-{c.id}"
-            found.append(pytest.param(subject, c, id=name, marks=plain.marks))
+    for bridge, dtypes in DTYPES_OF.items():
+        for subject in SUBJECTS:
+            if in_parts and not subject.pair.claims.backward_from_lse:
+                continue
+            for c in cases_for(subject, dtypes, in_parts=in_parts):
+                plain = parameters(subject)
+                name = f"{bridge}-{subject}-{str(c.dtype).removeprefix('torch.')}-{c.id}"
+                found.append(pytest.param(subject, c, bridge, id=name, marks=plain.marks))
     return found
 
 
-@pytest.mark.parametrize(("subject", "case"), every_case(in_parts=False))
-def test_a_call_is_right(subject: Subject, case: Case) -> None:
-    found = verdicts(subject.pair, case, subject.device)
+@pytest.mark.parametrize(("subject", "case", "bridge"), every_case(in_parts=False))
+def test_a_call_is_right(subject: Subject, case: Case, bridge: Bridge) -> None:
+    found = verdicts(subject.pair, case, subject.device, bridge=bridge)
     assert all(v.ok for v in found), "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize(("subject", "case"), every_case(in_parts=True))
-def test_the_chunk_law_holds(subject: Subject, case: Case) -> None:
-    found = verdicts(subject.pair, case, subject.device, in_parts=True)
+@pytest.mark.parametrize(("subject", "case", "bridge"), every_case(in_parts=True))
+def test_the_chunk_law_holds(subject: Subject, case: Case, bridge: Bridge) -> None:
+    found = verdicts(subject.pair, case, subject.device, in_parts=True, bridge=bridge)
     assert all(v.ok for v in found), "\n".join(map(str, found))
+
+
+@EVERY_SUBJECT
+def test_shapes_tell_what_forward_gives(subject: Subject) -> None:
+    """What a fake kernel promises to torch: shapes and dtypes of every result, also of what is kept for backward."""
+    for c in cases_for(subject):
+        x = inputs_for(subject.pair, c, subject.device)
+        arguments = (x.q, x.k, x.v, x.mask, x.rng, x.options)
+        told, given = subject.pair.shapes(*arguments), subject.pair.forward(*arguments)
+        for a, b in zip((told.out, told.lse, *told.saved), (given.out, given.lse, *given.saved), strict=True):
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), c.id
 
 
 @EVERY_SUBJECT

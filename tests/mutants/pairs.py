@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,30 +156,41 @@ def dbias_without_lse(pair: OpPair) -> OpPair:
 def softcap_after_mask(pair: OpPair) -> OpPair:
     """c tanh((scale q k + bias) / c): what is hidden comes back at -c, and a bias is squeezed."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> tuple[Tensor, Tensor]:
-        group = q.shape[2] // k.shape[2]
-        q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))  # type: ignore[assignment]
+    def heads_first(call: ForwardCall | BackwardCall) -> Iterator[Tensor]:
+        group = call.q.shape[2] // call.k.shape[2]
+        for x, times in ((call.q, 1), (call.k, group), (call.v, group)):
+            yield x.double().transpose(1, 2).repeat_interleave(times, 1)
+
+    def capped(q: Tensor, k: Tensor, mask: Mask, options: Options) -> Tensor:
         like = options.scale * q @ k.mT
         scores = (like + bias_of(mask, like)).masked_fill(~visible(mask, like.shape, like.device), MINUS_INF)
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-        return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+        return options.softcap * torch.tanh(scores / options.softcap)
 
     def forward(*args: object) -> ForwardOut:
         call = ForwardCall(*args)  # type: ignore[arg-type]
         if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
             return pair.forward(*call)
-        out, lse = attend(*(x.double() for x in call[:3]), call.mask, call.options)  # type: ignore[arg-type]
-        return ForwardOut(out.to(call.q.dtype), lse.to(accumulate_dtype(call.q.dtype)))
+        q, k, v = heads_first(call)
+        scores = capped(q, k, call.mask, call.options)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).to(call.q.dtype)
+        return ForwardOut(out, scores.logsumexp(-1).to(accumulate_dtype(call.q.dtype)))
 
     def backward(*args: object) -> Grads:
         call = BackwardCall(*args)  # type: ignore[arg-type]
         if not call.options.softcap or not (call.mask.kinds or call.mask.causal is not None):
             return pair.backward(*call)
-        leaves = [x.detach().double().requires_grad_() for x in (call.q, call.k, call.v)]
-        with torch.enable_grad():
-            out, _ = attend(*leaves, call.mask, call.options)  # type: ignore[arg-type]
-        grads = torch.autograd.grad(out, leaves, call.grad_out.double())
-        return Grads(*(g.to(x.dtype) for g, x in zip(grads, (call.q, call.k, call.v), strict=True)))
+        q, k, v = heads_first(call)
+        scores, g = capped(q, k, call.mask, call.options), call.grad_out.double().transpose(1, 2)
+        weights, d_weights = scores.softmax(-1), g @ v.mT
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+        d_scores = call.options.scale * d_scores * (1 - (scores / call.options.softcap) ** 2)
+        grads = (d_scores @ k, d_scores.mT @ q, weights.mT @ g)
+        return Grads(
+            *(
+                d.unflatten(1, (x.shape[2], -1)).sum(2).transpose(1, 2).to(x.dtype)
+                for d, x in zip(grads, (call.q, call.k, call.v), strict=True)
+            )
+        )
 
     return replace(pair, forward=forward, backward=backward)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kept
-from ..contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
+from ..contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype, shapes_only
 from ..level import level
 from ..masks import live_rows
 from ..merge import merge
@@ -27,7 +27,13 @@ from .through_lse import plus, through_lse
 def edge(pair: OpPair) -> OpPair:
     """The pair with the layout rule, every mask kind and every size of section "Semantics" honoured around it."""
     claims = widened(pair.claims)
-    return level(replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims))
+    shapes = pair.shapes  # a kernel that keeps nothing is not asked block by block: their number may be a symbol
+    if shapes is not shapes_only:
+        shapes = partial(_forward, replace(pair, forward=shapes))
+    around = replace(
+        pair, forward=partial(_forward, pair), backward=partial(_backward, pair), claims=claims, shapes=shapes
+    )
+    return level(around)
 
 
 def widened(claims: Claims) -> Claims:

@@ -1,0 +1,258 @@
+"""The bridge under torch.compile: an attention call as two opaque operators, forward and backward.
+
+An operator takes the call as the user made it, flattened to tensors and plain values, and walks an eager call's path
+when it runs: normalise, choose, edge, pair. What was chosen comes out as a number, so that backward takes the same
+pair. While torch traces, the fake kernels run only the pair's `shapes`, never a kernel. An absent result is an empty
+tensor; results are contiguous and share no memory with anything. What torch traces reads and writes no cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .autograd import as_it_is, refuse_lse_gradient
+from .contract import Facts, ForwardOut, Mask, OpPair, Options, accumulate_dtype
+from .errors import GradientError, RingtrueError, message
+
+PLAIN = (
+    "str mask, SymInt[] numbers, bool[] requires_grad, bool grad_mode, float dropout_p, bool is_causal, float? scale, "
+    "bool enable_gqa, float softcap, bool return_lse, str layout, bool deterministic, str options, str asked, "
+    "bool outside, bool alone"
+)
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor[] parts, Tensor? rng, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor[])"
+BACKWARD = (
+    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] parts, Tensor out, Tensor lse, "
+    f"Tensor chosen, Tensor? rng, Tensor[] saved, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Plain(NamedTuple):
+    """What a call says besides tensors, in the order of both schemas."""
+
+    mask: str  # how `parts` and `numbers` make a mask: masks.py
+    numbers: list[int]
+    requires_grad: list[bool]  # q, k, v and the float mask; an operator's own inputs never say
+    grad_mode: bool
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    softcap: float
+    return_lse: bool
+    layout: str
+    deterministic: bool
+    options: str  # backend_options, as repr writes them
+    asked: str  # "" when neither the call nor a scope named a backend
+    outside: bool  # that backend, or none, was found outside of the compiled code
+    alone: bool  # the call said parallel=False
+
+
+class Normalised(Protocol):
+    """A checked call in the contract's layout."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def mask(self) -> Mask: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def text(self) -> object: ...
+
+
+class Resolver(Protocol):
+    """What an operator needs of the rooms above it; tests put other pairs in through one of their own."""
+
+    def normalise(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain) -> Normalised:
+        """The checked call; raises like an eager one."""
+
+    def choose(self, call: Normalised, plain: Plain, traced: bool) -> tuple[int, OpPair]:
+        """The pair that takes the call, and the number that it can be found again by."""
+
+    def pair(self, chosen: int, call: Normalised) -> OpPair:
+        """The pair that the forward of this call chose."""
+
+
+class Operators:
+    """`<namespace>::attention` and `<namespace>::attention_backward`, registered once; called, it is a traced call."""
+
+    def __init__(self, namespace: str, resolver: Resolver) -> None:
+        self.resolver = resolver
+        forward = torch.library.custom_op(f"{namespace}::attention", self._forward, mutates_args=(), schema=FORWARD)
+        backward = torch.library.custom_op(
+            f"{namespace}::attention_backward", self._backward, mutates_args=(), schema=BACKWARD
+        )
+        forward.register_fake(self._forward_shapes)
+        backward.register_fake(_backward_shapes)
+        forward.register_autograd(self._gradients, setup_context=_keep)
+        backward.register_autograd(_refuse, setup_context=None)
+        ops = getattr(torch.ops, namespace)
+        self.attention, self.attention_backward = ops.attention.default, ops.attention_backward.default
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, plain: Plain
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, Sq, H, Dv) and lse of a call that was taken apart; torch traces this."""
+        out, lse, _, _ = self.attention(q, k, v, parts, rng, *plain)
+        return out, lse
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
+    ) -> tuple[Any, ...]:
+        plain = Plain(*values)
+        with as_it_is(q), torch.no_grad():
+            call = self.resolver.normalise(q, k, v, parts, plain)
+            chosen, pair = self.resolver.choose(call, plain, traced=False)
+            result = pair.forward(call.q, call.k, call.v, call.mask, rng, call.options)
+        number = torch.tensor(chosen, device="cpu")  # where backward reads it without waiting
+        return _given(result, number, call.facts.training)
+
+    def _forward_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, *values: Any
+    ) -> tuple[Any, ...]:
+        plain = Plain(*values)
+        if plain.scale is None:  # what stands for it would be computed from a head dim that may be a symbol
+            plain = plain._replace(scale=1.0)
+        plain = plain._replace(numbers=[int(n) for n in plain.numbers])  # the ends of a window are no symbols
+        with as_it_is(q), torch.no_grad():
+            try:
+                call = self.resolver.normalise(q, k, v, parts, plain)
+                _, pair = self.resolver.choose(call, plain, traced=True)
+            except RingtrueError as error:  # of this kind, Dynamo leaves the call to Python, which raises it as it is
+                raise NotImplementedError(str(error)) from error
+            result = pair.shapes(call.q, call.k, call.v, call.mask, rng, call.options)
+        return _given(result, torch.empty((), dtype=torch.int64, device="cpu"), call.facts.training)
+
+    def _backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parts: list[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        chosen: Tensor,
+        rng: Tensor | None,
+        saved: list[Tensor],
+        *values: Any,
+    ) -> tuple[Tensor, ...]:
+        plain = Plain(*values)
+        with as_it_is(q), torch.no_grad():
+            call = self.resolver.normalise(q, k, v, parts, plain)
+            pair = self.resolver.pair(int(chosen), call)
+            refuse_lse_gradient(pair, grad_lse)
+            held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
+            ends = (out, lse) if pair.reads_inputs else (None, None)
+            wanted = call.facts.wanted
+            *grads, dbias = pair.backward(
+                grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
+            )
+        inputs = zip(grads, (call.q, call.k, call.v), wanted[:3], strict=True)
+        dq, dk, dv = (_in_layout(_promised(g, x, pair), plain.layout) if w else x.new_empty(0) for g, x, w in inputs)
+        bias = call.mask.bias
+        if bias is None or not wanted.bias:
+            return dq, dk, dv, q.new_empty(0)
+        return dq, dk, dv, _of_part(_promised(dbias, bias, pair), parts)
+
+    def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        plain: Plain = ctx.plain
+        q, k, v, out, lse, chosen, rng, *rest = ctx.saved_tensors
+        parts, saved = rest[: ctx.parts], rest[ctx.parts :]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
+            grad_lse = None
+        *grads, dbias = self.attention_backward(
+            grad_out, grad_lse, q, k, v, parts, out, lse, chosen, rng, saved, *plain
+        )
+        *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
+        return (
+            *(g if w else None for g, w in zip(grads, inputs, strict=True)),
+            [dbias if bias and x.is_floating_point() else None for x in parts],
+            None,
+            *([] if x == [] else None for x in plain),  # torch wants an empty list back as one
+        )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, parts, rng, *values = inputs
+    out, lse, chosen, saved = output
+    ctx.plain, ctx.parts = Plain(*values), len(parts)
+    ctx.save_for_backward(q, k, v, out, lse, chosen, rng, *parts, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _given(result: ForwardOut, chosen: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """What a forward operator returns; without a backward to come, nothing for it, and nothing on the CPU."""
+    out, lse = result.out.contiguous(), result.lse.contiguous()
+    if not training:
+        return out, lse, out.new_empty(0, dtype=torch.int64), []
+    return out, lse, chosen, [x.contiguous() for x in result.saved]
+
+
+def _backward_shapes(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    rng: Tensor | None,
+    saved: list[Tensor],
+    *values: Any,
+) -> tuple[Tensor, ...]:
+    plain = Plain(*values)
+    *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
+    swapped = plain.layout == "bhsd"
+    grads = []
+    for x, wanted in zip((q, k, v), inputs, strict=True):
+        shape = x.transpose(1, 2).shape if swapped else x.shape
+        grads.append(_in_layout(x.new_empty(shape), plain.layout) if wanted else x.new_empty(0))
+    part = next((x for x in parts if x.is_floating_point()), None)
+    return *grads, q.new_empty(0) if part is None or not bias else part.new_empty(part.shape)
+
+
+def _promised(grad: Tensor | None, like: Tensor, pair: OpPair) -> Tensor:
+    """A gradient that is what the fake kernel said; compiled code would read any other as if it were."""
+    if grad is None or grad.shape != like.shape or grad.dtype != like.dtype:
+        seen = "none" if grad is None else f"{grad.dtype} {tuple(grad.shape)}"
+        limit = f"{like.dtype} {tuple(like.shape)}"
+        raise GradientError(message(f"backend {pair.name!r} gave another gradient than asked", limit=limit, value=seen))
+    return grad
+
+
+def _in_layout(grad: Tensor, layout: str) -> Tensor:
+    """A gradient in the contract's layout as one in the caller's, its memory always (B, S, H, D)."""
+    grad = grad.contiguous()
+    return grad.transpose(1, 2) if layout == "bhsd" else grad
+
+
+def _of_part(dbias: Tensor, parts: list[Tensor]) -> Tensor:
+    """The gradient of the one float mask, a bias (b, h, q, k) or (B, Sk), as that of the tensor passed for it."""
+    user = next(x for x in parts if x.is_floating_point())
+    if dbias.dim() == 4:
+        dbias = dbias.to(accumulate_dtype(dbias.dtype)).sum_to_size((1,) * (4 - user.dim()) + tuple(user.shape))
+    return dbias.reshape(user.shape).to(user.dtype).contiguous()
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise GradientError(
+        message(
+            "double backward (a derivative of a gradient) of a compiled attention call is not supported",
+            remedy="compute the gradient penalty with plain eager attention, outside torch.compile",
+        )
+    )
