@@ -140,8 +140,8 @@ def _prepare(
 
 def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
     """The backend of a call: the one passed, else the scope's, else RINGTRUE_BACKEND, else "auto"."""
-    if backend is None:
-        backend = scope.current_backend(Described(q, k, v)) or select.DEFAULT
+    if backend is None:  # what is in scope was looked at when it was entered
+        return scope.current_backend(Described(q, k, v)) or select.DEFAULT
     return backend if isinstance(backend, OpPair) else select.known(backend)
 
 
