@@ -89,13 +89,14 @@ def test_a_gradient_of_lse_may_be_of_any_size(
 
 MASKS = {
     "(Sq, Sk)": (6, 5), "(H, 1, Sk)": (4, 1, 5), "(B, 1, 1, Sk)": (2, 1, 1, 5), "(B, H, Sq, 1)": (2, 4, 6, 1), "()": (),
+    "(B, 1, Sq, Sk)": (2, 1, 6, 5), "(1, H, Sq, Sk)": (1, 4, 6, 5), "(B, H, 1, Sk)": (2, 4, 1, 5),
     "whole": (2, 4, 6, 5),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", GIVES_BIAS)
 @pytest.mark.parametrize("shape", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_gradient_of_a_float_mask_is_summed_over_what_it_was_broadcast_along(
     backend: str, shape: str, dtype: torch.dtype
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch.nn import functional
 
 import ringtrue as rt
+import ringtrue.autograd
+import ringtrue.call
 from calls import EVERY_BACKEND, HERE, WIDEST, claims_of, like, qkv, refused, unreachable
 from calls import one_thread as one_thread
 from ringtrue.call import normalise
@@ -33,28 +36,48 @@ def test_the_dtype_is_torchs_or_an_error_as_there(to: torch.dtype, q_dtype: torc
             assert rt.attention(*tensors).dtype == theirs
 
 
+def as_by_hand(backend: str, to: torch.dtype, mask_dtype: torch.dtype) -> bool:
+    """Whether it is the call with cast inputs, bit for bit, although backward runs under autocast too."""
+    q, k, v = qkv(6, 5, grad=True)
+    v = v.detach().to(to).requires_grad_()  # each is cast for itself, and so is the mask
+    mask: Any = torch.randn(6, 5).to(mask_dtype) if mask_dtype != torch.bool else torch.rand(6, 5) < 0.7
+    grads = claims_of(backend).dbias and mask_dtype != torch.bool
+    asked = [q, k, v, *([mask.requires_grad_()] if grads else [])]
+    with torch.autocast("cpu", dtype=to):
+        out, lse = rt.attention(q, k, v, mask, return_lse=True, backend=backend)
+        got = torch.autograd.grad(out, asked, like(out))
+    cast = mask if mask_dtype in (torch.bool, torch.float64) else mask.to(to)
+    out_by_hand, lse_by_hand = rt.attention(q.to(to), k.to(to), v, cast, return_lse=True, backend=backend)
+    by_hand = torch.autograd.grad(out_by_hand, asked, like(out_by_hand))
+    assert [g.dtype for g in got] == [x.dtype for x in asked]
+    if (out.dtype, lse.dtype) != (to, torch.float32):
+        return False
+    pairs = zip((out, lse, *got), (out_by_hand, lse_by_hand, *by_hand), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
 @EVERY_BACKEND
 @pytest.mark.parametrize("to", NARROW)
 @pytest.mark.parametrize("mask_dtype", [*WIDEST, torch.bool])
 def test_it_is_the_call_with_cast_inputs(backend: str, to: torch.dtype, mask_dtype: torch.dtype) -> None:
-    """Bit for bit, forward and backward, although backward runs under autocast too; the mask is cast like the rest."""
-    leaves = qkv(6, 5, grad=True)
-    leaves = (leaves[0], leaves[1], leaves[2].detach().to(to).requires_grad_())  # each for itself
-    mask: Any = torch.randn(6, 5).to(mask_dtype) if mask_dtype != torch.bool else torch.rand(6, 5) < 0.7
-    grads = claims_of(backend).dbias and mask_dtype != torch.bool
-    asked = [*leaves, *([mask.requires_grad_()] if grads else [])]
-    with torch.autocast("cpu", dtype=to):
-        out, lse = rt.attention(*leaves, mask, return_lse=True, backend=backend)
-        got = torch.autograd.grad(out, asked, like(out))
-    cast = mask if mask_dtype in (torch.bool, torch.float64) else mask.to(to)
-    by_hand, by_hand_lse = rt.attention(*(x.to(to) for x in leaves), cast, return_lse=True, backend=backend)
-    assert out.dtype == to
-    assert lse.dtype == torch.float32
-    assert torch.equal(out, by_hand)
-    assert torch.equal(lse, by_hand_lse)
-    for a, b, x in zip(got, torch.autograd.grad(by_hand, asked, like(out)), asked, strict=True):
-        assert a.dtype == x.dtype
-        assert torch.equal(a, b)
+    assert as_by_hand(backend, to, mask_dtype)
+
+
+@EVERY_BACKEND
+def test_autocast_ignored_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: inputs are left as they are."""
+    monkeypatch.setattr(ringtrue.call, "autocast_dtype", lambda device: None)
+    with contextlib.suppress(rt.ArgumentError):  # the three then differ in dtype
+        assert not as_by_hand(backend, torch.bfloat16, torch.float32)
+    q = qkv()[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rt.attention(q, q, q, backend=backend).dtype == torch.float32
+
+
+def test_autocast_left_on_for_the_pair_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: matrix products inside of a pair are cast once more."""
+    monkeypatch.setattr(ringtrue.autograd, "_as_it_is", lambda x: contextlib.nullcontext())
+    assert not all(as_by_hand(b.name, torch.bfloat16, torch.float32) for b in HERE)
 
 
 def test_keys_masks_are_cast_and_their_lowest_number_does_not_forbid() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import ringtrue as rt
 from calls import EVERY_BACKEND, HERE, claims_of, eager, like, qkv, unreachable, widest
 from calls import one_thread as one_thread
+from ringtrue.masks import parts_of
 
 DEAD = torch.zeros(2, 4, 6, dtype=torch.bool)  # (B, H, Sq): what the first three masks below hide from everything
 DEAD[0, :, 1] = DEAD[1, 2, 4] = True
@@ -70,20 +72,33 @@ def test_these_masks_hide_what_they_are_meant_to() -> None:
 EMPTY = {
     "batch": {"batch": 0}, "queries": {"q_len": 0, "k_len": 4}, "keys": {"k_len": 0}, "both": {"q_len": 0, "k_len": 0},
 }  # fmt: skip
-MASKS = (None, rt.Causal("bottom_right"), torch.tensor(True), torch.tensor(0.5))
+MASKS: dict[str, Callable[[int, int, int], Any]] = {
+    "none": lambda b, q, k: None,
+    "causal": lambda b, q, k: rt.Causal("bottom_right"),
+    "bool": lambda b, q, k: torch.ones(q, k, dtype=torch.bool),
+    "float": lambda b, q, k: torch.zeros(b, 4, q, k, requires_grad=True),
+    "one number": lambda b, q, k: torch.tensor(0.5),
+    "padding": lambda b, q, k: rt.KeyPadding(torch.ones(b, k, dtype=torch.bool)),
+    "bias": lambda b, q, k: rt.KeyBias(torch.zeros(b, k, requires_grad=True)) & rt.Causal(),
+    "window": lambda b, q, k: rt.Window(1, 1) & torch.zeros(q, k, requires_grad=True),
+    "segments": lambda b, q, k: rt.Segments(torch.zeros(b, q).int(), torch.zeros(b, k).int()) & rt.Window(None, 2),
+}
 
 
 @pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "bool", "float"])
-def test_an_empty_call_reaches_no_kernel(empty: str, mask: Any) -> None:
+@pytest.mark.parametrize("kind", MASKS)
+def test_an_empty_call_reaches_no_kernel(empty: str, kind: str) -> None:
     q, k, v = qkv(**{"q_len": 3, "value_dim": 5, "grad": True, **EMPTY[empty]})
+    mask = MASKS[kind](q.shape[0], q.shape[1], k.shape[1])
     out, lse = rt.attention(q, k, v, mask, return_lse=True, backend=unreachable())
     assert out.shape == (*q.shape[:3], 5)
     assert lse.shape == (q.shape[0], 4, q.shape[1])
     assert (out == 0).all()
     assert (lse == -math.inf).all()
     out.sum().backward()
-    assert all(x.grad is not None and x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
+    floats = [getattr(part, name, None) for part in parts_of(mask) for name in ("mask", "bias")]
+    wanted = [q, k, v, *(x for x in floats if x is not None and x.requires_grad)]
+    assert all(x.grad is not None and x.grad.shape == x.shape and (x.grad == 0).all() for x in wanted)
 
 
 def test_no_heads_are_empty_too() -> None:

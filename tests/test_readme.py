@@ -40,7 +40,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 def test_every_python_block_is_run_here() -> None:
     assert len(re.findall(r"```python\n", README)) == 1 + len(SCRIPTS)
-    assert SCRIPTS.keys() == {"two.py", "train.py"}
+    assert SCRIPTS.keys() == {"two.py", "train.py", "mesh.py"}
 
 
 def test_one_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +69,8 @@ def test_the_training_script_gives_the_losses_of_one_process(tmp_path: Path) -> 
     assert len(one) == 3
     assert one[0] > one[-1]
     assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_data_parallel_beside_it(tmp_path: Path) -> None:
+    out = launch(SCRIPTS["mesh.py"], tmp_path, "mesh.py", processes=4)
+    assert numbers("largest difference of a gradient:", out)[0] < 1e-5

@@ -46,13 +46,16 @@ def attention(
     query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv), any strides; float64, float32, bfloat16 or float16,
     all three alike. Returns out (B, Sq, H, Dv) in that dtype, and with `return_lse` also lse (B, H, Sq), float32
     (float64 for float64), the natural log-sum-exp of the scaled and masked scores. `layout="bhsd"` swaps S and H of
-    the inputs and of out.
+    the inputs and of out. Under torch.autocast the three and a float mask are cast as torch's own attention casts them.
 
     attn_mask   bool tensor (True = may attend) or float tensor (added to the scaled scores), right-aligned broadcast to
-                (B, H, Sq, Sk), or Causal, KeyPadding, KeyBias, or several joined by `&`; at most one float mask. A
-                query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a context a
-                tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys; KeyPadding
-                and KeyBias are sharded like the keys.
+                (B, H, Sq, Sk), or Causal, Window, Segments, KeyPadding, KeyBias, or several joined by `&`; at most one
+                float mask. A query that may attend to nothing gives out 0, lse -inf and zero gradients. Under a
+                context a tensor has this rank's rows (or one row, the same on all ranks) and the columns of all keys;
+                KeyPadding and KeyBias are sharded like the keys.
+    dropout_p   of the weights, as in FlashAttention; lse knows nothing of it. Drawn by torch's default CPU generator
+                (which torch.manual_seed sets and checkpointing restores); gradients belong to the mask that was drawn.
+    softcap     c > 0: scores are c tanh(scale q k / c), before mask and bias.
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
     enable_gqa  allows Hk < H when Hk divides H.

@@ -143,7 +143,7 @@ def build_mask(
     ends = [0 if a == "top_left" else k_len - q_len for a in joined.alignments] + ([] if upto is None else [upto])
     causal = min(ends) if ends else None
     mask = Mask(
-        _in_range(_cast(dense, q), q.dtype), joined.keep, _in_range(_cast(bias, q), q.dtype), *joined.segments,
+        _in_range(dense, q), joined.keep, _in_range(bias, q), *joined.segments,
         causal if causal is None else max(min(causal, k_len), -q_len),  # beyond, they hide no more and no less
         since if since is None else max(min(since, k_len), -q_len),
     )  # fmt: skip
@@ -199,10 +199,6 @@ class _Joined:
         self.segments = (q_ids, k_ids)
 
 
-def _cast(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if bias is None else autocast_bias(bias, q)
-
-
 def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
     to = autocast_dtype(q.device.type)
@@ -211,9 +207,12 @@ def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     return _narrowed(bias, to)
 
 
-def _in_range(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A float64 bias for narrower inputs in float32."""
-    if bias is None or bias.dtype != torch.float64 or dtype == torch.float64:
+def _in_range(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask as autocast casts it; a float64 bias for narrower inputs in float32."""
+    if bias is None:
+        return None
+    bias = autocast_bias(bias, q)
+    if bias.dtype != torch.float64 or q.dtype == torch.float64:
         return bias
     return _narrowed(bias, torch.float32)
 

@@ -53,17 +53,17 @@ FAULTS: tuple[Fault, ...] = (
         "native_cudnn", "cuda", "torch 2.11, cuDNN 9.19",
         "storage that does not start at a multiple of 16 bytes: a misaligned address, after which the process has lost "
         "its device; torch's own attention does the same",
-        "avoid", "edge.py (Claims.stride_multiple)", "https://github.com/pytorch/pytorch/issues/112577",
+        "avoid", "edge/fit.py (Claims.stride_multiple)", "https://github.com/pytorch/pytorch/issues/112577",
     ),
     Fault(
         "native_cudnn", "cuda", "torch 2.11, cuDNN 9.19",
         "an odd multiple of 64 keys: NaN in dq when all scores of a query are below about -88 (no report known)",
-        "avoid", "edge.py (Claims.key_tile)", "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
+        "avoid", "edge/blocks.py (Claims.key_tile)", "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
     ),
     Fault(
         "native_efficient", "cuda", "torch 2.11",
         "lse of 0 for a query that sees nothing; NaN when it comes back as -inf",
-        "avoid", "edge.py (dead rows)", "https://github.com/pytorch/pytorch/issues/103963",
+        "avoid", "edge/__init__.py (dead rows)", "https://github.com/pytorch/pytorch/issues/103963",
     ),
     Fault(
         "native_efficient", "cuda", "torch 2.11",
@@ -78,12 +78,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "native_flash", "cpu", "torch 2.11 to 2.13",
         "causal with a scale of 0 or less is NaN or sees what is hidden",
-        "avoid", "backends/native_flash.py", "https://github.com/pytorch/pytorch/issues/103082",
+        "avoid", "edge/fit.py (Claims.any_scale)", "https://github.com/pytorch/pytorch/issues/103082",
     ),
     Fault(
         "native_flash", "cpu", "torch 2.13",
         "a float32 mask beside float64 inputs is read as float64",
-        "avoid", "edge.py (Claims.bias_dtype)", "https://github.com/pytorch/pytorch/issues/112577",
+        "avoid", "edge/fit.py (Claims.bias_dtype)", "https://github.com/pytorch/pytorch/issues/112577",
     ),
     Fault(
         "native_flash", "cpu", "torch 2.11 to 2.13",
@@ -93,7 +93,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "native_flash", "cpu", "torch 2.11 to 2.13",
         "an empty call ends the process with SIGFPE; a last stride other than 1 is read as 1",
-        "avoid", "edge.py", "https://github.com/pytorch/pytorch/issues/133780",
+        "avoid", "edge/__init__.py", "https://github.com/pytorch/pytorch/issues/133780",
     ),
 )  # fmt: skip
 

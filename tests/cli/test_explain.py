@@ -59,6 +59,13 @@ def test_every_reason_of_every_backend() -> None:
     assert all(f"[{reason['code']}]" in out for reason in found["reasons"]["poor"])
 
 
+def test_a_mask_in_a_dtype_of_its_own() -> None:
+    code, found = data("--query", "2,6,4,8", "--mask", "float", "--mask-dtype", "float32")
+    assert (code, found["backend"]) == (0, CPU[0])
+    assert "q=bfloat16[2, 6, 4, 8]" in found["call"]
+    assert "attn_mask=float32[6, 6]" in found["call"]
+
+
 @pytest.mark.usefixtures("two")
 def test_a_named_backend_that_cannot() -> None:
     code, out = explain("--causal", "--backend", "_poor")
@@ -67,7 +74,7 @@ def test_a_named_backend_that_cannot() -> None:
     assert "rich: could run too" in out
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "key_padding", "key_bias"])
+@pytest.mark.parametrize("kind", ["bool", "float", "key_padding", "key_bias", "segments", "window"])
 def test_masks(kind: str) -> None:
     shapes = ["--query", "2,6,4,8", "--key", "2,5,4,8", "--value", "2,5,4,3"]
     code, found = data(*shapes, "--mask", kind, "--dtype", "float32")
@@ -78,6 +85,8 @@ def test_masks(kind: str) -> None:
         "float": "attn_mask=float32[6, 5]",
         "key_padding": "attn_mask=KeyPadding(bool[2, 5])",
         "key_bias": "attn_mask=KeyBias(float32[2, 5])",
+        "segments": "attn_mask=Segments(int32[2, 6], int32[2, 5])",
+        "window": "attn_mask=Window(left=1, right=1)",
     }
     assert said[kind] in found["call"]
     assert "v=float32[2, 5, 4, 3]" in found["call"]
@@ -130,6 +139,7 @@ def test_what_is_refused_before_choosing(monkeypatch: pytest.MonkeyPatch) -> Non
         ("--query 1,2,x,4", "is not a shape"),
         ("--query 1,6,4,8 --key 1,6,4,9", "query and key differ in head dim"),
         ("--query 1,6,4,8 --key 1,6,2,8", "pass enable_gqa=True"),
+        ("--mask float --mask-dtype int8", "float32, bfloat16, float16, float64"),
         ("--dtype int8", "float32, bfloat16, float16, float64"),
         ("--layout sbhd", "bshd, bhsd"),
         ("--mask padding", "bool, float, key_padding, key_bias"),

@@ -25,12 +25,18 @@ Attempt = Callable[[OpPair], object]
 
 
 def call(
-    *, heads_dim: int = 8, grad: bool | str = False, dtype: torch.dtype | None = None, **arguments: Any
+    *,
+    heads_dim: int = 8,
+    grad: bool | str = False,
+    dtype: torch.dtype | None = None,
+    widest: bool = True,
+    **arguments: Any,
 ) -> Attempt:
-    """One public call of small tensors, in a dtype that the pair claims unless one is given."""
+    """One public call of small tensors, in the widest (or narrowest) dtype that the pair claims unless one is given."""
 
     def attempt(pair: OpPair) -> object:
-        kind = dtype or next(d for d in WIDEST if d in pair.claims.dtypes)
+        claimed = [d for d in WIDEST if d in pair.claims.dtypes]
+        kind = dtype or claimed[0 if widest else -1]
         return rt.attention(*qkv(6, dim=heads_dim, dtype=kind, grad=grad), backend=pair, **arguments)
 
     return attempt
@@ -49,7 +55,12 @@ MASKS: dict[str, Callable[[], Any]] = {
     "dense_float": lambda: torch.zeros(6, 6),
     "key_keep": lambda: rt.KeyPadding(torch.ones(2, 6, dtype=torch.bool)),
     "key_bias": lambda: rt.KeyBias(torch.zeros(2, 6)),
+    "segments": lambda: rt.Segments(torch.zeros(2, 6, dtype=torch.int)),
+    "window": lambda: rt.Window(1, 1),
 }
+
+
+WIDE_MASK = torch.zeros(6, 6)
 
 
 def no(claimed: object, attempt: Attempt) -> list[Attempt]:
@@ -61,6 +72,7 @@ def no(claimed: object, attempt: Attempt) -> list[Attempt]:
 BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
     "dtypes": ("dtype", lambda c: [call(dtype=d) for d in WIDEST if d not in c.dtypes]),
     "masks": ("mask", lambda c: [call(attn_mask=made()) for kind, made in MASKS.items() if kind not in c.masks]),
+    "bias_dtype": ("mask-dtype", lambda c: no(c.bias_dtype != "input", call(widest=False, attn_mask=WIDE_MASK))),
     "causal": ("causal", lambda c: no(c.causal != "none", call(is_causal=True))),
     "max_head_dim": ("head-dim", lambda c: no(c.max_head_dim is None, call(heads_dim=(c.max_head_dim or 0) + 8))),
     "dropout": ("no-dropout", lambda c: no(c.dropout, call(dropout_p=0.5))),
@@ -76,9 +88,10 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
     "options": ("unknown-option", lambda c: [call(backend_options={"no_such_option": 1})]),
 }
 NOT_REFUSED = {
-    "bias_dtype": "the edge converts the mask",
-    "bias_multiple": "the edge copies the mask",
     "head_dim_multiple": "the edge pads",
+    "stride_multiple": "the edge copies",
+    "key_tile": "the edge splits the keys",
+    "any_scale": "the edge moves the sign into q",
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",
     "any_strides": "the edge makes it contiguous",
@@ -87,7 +100,13 @@ NOT_REFUSED = {
     "arithmetic": "says how it computes, not what it takes",
 }
 NARROWEST = Claims(
-    frozenset({torch.bfloat16}), max_head_dim=8, lse=False, backward=False, backward_from_lse=False, deterministic=False
+    frozenset({torch.bfloat16}),
+    bias_dtype="input",
+    max_head_dim=8,
+    lse=False,
+    backward=False,
+    backward_from_lse=False,
+    deterministic=False,
 )
 
 

@@ -88,7 +88,7 @@ def _others(claims: Claims, dtype: torch.dtype) -> Iterator[Callable[[Inputs], S
     able = claims.masks | ({"causal"} if claims.causal != "none" else frozenset())
     for kind in ("dense_bool", "dense_float", "causal", "window"):
         if kind in able:
-            yield partial(_masked, kind=kind)
+            yield partial(_masked, kind=kind, rounded=claims.bias_dtype == "input")
     if claims.softcap:
         yield partial(_with, softcap=2.0)
     if claims.dropout:
@@ -113,9 +113,9 @@ def _in_dtype(x: Inputs, dtype: torch.dtype) -> Step:
     return Step(str(dtype).removeprefix("torch."), replace(x, q=q, k=k, v=v, grad_out=grad_out))
 
 
-def _masked(x: Inputs, kind: str) -> Step:
+def _masked(x: Inputs, kind: str, rounded: bool) -> Step:
     bias = torch.randn(x.q.shape[1], x.k.shape[1], generator=torch.Generator().manual_seed(1))[None, None]
-    bias = bias.to(x.q.device, accumulate_dtype(x.q.dtype))
+    bias = bias.to(x.q.device, x.q.dtype if rounded else accumulate_dtype(x.q.dtype))
     masks = {
         "dense_bool": Mask(dense=bias > -0.5),
         "dense_float": Mask(dense=bias),
@@ -145,4 +145,5 @@ def _torchs_own(x: Inputs) -> None:
     """F.scaled_dot_product_attention, forward and backward, on the backend that torch takes."""
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (x.q, x.k, x.v))
     out = functional.scaled_dot_product_attention(q, k, v, scale=x.options.scale)
-    torch.autograd.grad(out, (q, k, v), x.grad_out.transpose(1, 2))
+    with torch.autograd.set_multithreading_enabled(False):  # in this thread, as the pair: kernel caches are per thread
+        torch.autograd.grad(out, (q, k, v), x.grad_out.transpose(1, 2))

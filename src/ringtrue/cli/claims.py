@@ -23,7 +23,11 @@ MASKS = {
     "window": "Window",
 }
 CAUSAL = {"none": "no", "top_left": "top left", "bottom_right": "bottom right", "offset": "any alignment"}
-BIAS = {"any": "any float dtype", "input": "that of the inputs", "accumulate": "float32, or wider"}
+BIAS = {
+    "any": "any float dtype",
+    "input": "one whose numbers the inputs' dtype holds",
+    "accumulate": "float32, or wider",
+}
 ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype"}
 
 
@@ -72,7 +76,7 @@ def _rows() -> list[tuple[str, Read]]:
     known: dict[str, tuple[str, Read]] = {
         "dtypes": ("dtypes", lambda c: ", ".join(_brief(d) for d in _by_size(c.dtypes))),
         "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
-        "bias_dtype": ("dtype of a float mask", lambda c: BIAS.get(str(c.bias_dtype), str(c.bias_dtype))),
+        "bias_dtype": ("dtype of a float mask", _bias_dtype),
         "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", lambda c: "any" if c.max_head_dim is None else f"up to {c.max_head_dim}"),
@@ -93,9 +97,14 @@ def _rows() -> list[tuple[str, Read]]:
     return [*known.values(), *generic.values()]
 
 
+def _bias_dtype(claims: rt.Claims) -> str:
+    takes = {"dense_float", "key_bias"} & claims.masks
+    return BIAS.get(str(claims.bias_dtype), str(claims.bias_dtype)) if takes else "none"
+
+
 def _made_alike(field: str) -> bool:
-    """Whether the edge makes every pair the same in this: strides, widths in multiples of 8."""
-    return field.startswith("any_") or field.endswith("_multiple")
+    """Whether the edge makes every pair the same in this: strides, signs, sizes in multiples of something."""
+    return field.startswith("any_") or field.endswith(("_multiple", "_tile"))
 
 
 def _rings(claims: rt.Claims) -> bool:

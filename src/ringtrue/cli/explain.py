@@ -19,7 +19,7 @@ from .options import DTYPES, bshd, one_of, shape
 from .output import as_json, reason, say
 
 NOTHING = 1
-MASKS = ("bool", "float", "key_padding", "key_bias", "bottom_right")
+MASKS = ("bool", "float", "key_padding", "key_bias", "bottom_right", "segments", "window")
 INPUTS = ("q", "k", "v", "mask")
 
 
@@ -34,6 +34,7 @@ def explain(
         list[str] | None, typer.Option(help=", ".join(MASKS) + "; may be repeated: masks joined by &.")
     ] = None,
     mask_shape: Annotated[str, typer.Option(help="Of a bool or float mask; default: Sq,Sk.")] = "",
+    mask_dtype: Annotated[str, typer.Option(help="Of a float or key_bias mask; default: the query's.")] = "",
     causal: Annotated[bool, typer.Option("--causal", help="is_causal=True.")] = False,
     requires_grad: Annotated[str, typer.Option(help="Any of q, k, v, mask, joined by commas.")] = "",
     return_lse: Annotated[bool, typer.Option("--return-lse")] = False,
@@ -53,7 +54,8 @@ def explain(
     q, k, v = _tensors(query, key, value, dtype, wanted)
     lengths = 1 if one_of("--layout", layout, ("bshd", "bhsd")) == "bshd" else 2
     _check_masks(mask or [], mask_shape, "mask" in wanted)
-    made = [_mask(kind, mask_shape, q, k, lengths, "mask" in wanted) for kind in mask or ()]
+    held = getattr(torch, one_of("--mask-dtype", mask_dtype or dtype, DTYPES))
+    made = [_mask(kind, mask_shape, held, q, k, lengths, "mask" in wanted) for kind in mask or ()]
     arguments: dict[str, Any] = {
         "layout": layout, "is_causal": causal, "return_lse": return_lse, "enable_gqa": gqa, "dropout_p": dropout,
         "softcap": softcap, "scale": scale, "deterministic": deterministic or None, "backend": backend,
@@ -121,15 +123,17 @@ def _check_masks(kinds: list[str], mask_shape: str, grad: bool) -> None:
         raise typer.BadParameter("belongs to --mask bool or float", param_hint="--mask-shape")
 
 
-def _mask(kind: str, mask_shape: str, q: Tensor, k: Tensor, lengths: int, grad: bool) -> Any:
-    """One mask of a kind of MASKS; `lengths` is the dim of q and k that holds them."""
+def _mask(kind: str, mask_shape: str, dtype: torch.dtype, q: Tensor, k: Tensor, lengths: int, grad: bool) -> Any:
+    """One mask of a kind of MASKS; `dtype` is that of a float one, `lengths` the dim of q and k that holds theirs."""
     rows = shape("--mask-shape", mask_shape) if mask_shape else (q.shape[lengths], k.shape[lengths])
-    keys = (k.shape[0], k.shape[lengths])
+    queries, keys = ((x.shape[0], x.shape[lengths]) for x in (q, k))
     made: dict[str, Callable[[], Any]] = {
         "bool": lambda: rt.Dense(torch.empty(rows, dtype=torch.bool, device="meta")),
-        "float": lambda: rt.Dense(torch.empty(rows, dtype=q.dtype, device="meta", requires_grad=grad)),
+        "float": lambda: rt.Dense(torch.empty(rows, dtype=dtype, device="meta", requires_grad=grad)),
         "key_padding": lambda: rt.KeyPadding(torch.empty(keys, dtype=torch.bool, device="meta")),
-        "key_bias": lambda: rt.KeyBias(torch.empty(keys, dtype=q.dtype, device="meta", requires_grad=grad)),
+        "key_bias": lambda: rt.KeyBias(torch.empty(keys, dtype=dtype, device="meta", requires_grad=grad)),
+        "segments": lambda: rt.Segments(*(torch.empty(n, dtype=torch.int, device="meta") for n in (queries, keys))),
+        "window": lambda: rt.Window(1, 1),  # which window makes no difference to a choice
         "bottom_right": lambda: rt.Causal("bottom_right"),
     }
     return made[kind]()

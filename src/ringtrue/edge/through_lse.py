@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
-from .fit import fit, inner, pad
+from .fit import fit, pad
 
 
 def through_lse(
@@ -37,9 +37,9 @@ def through_lse(
         columns = [high, (scaled - high.to(scaled.dtype)).to(q.dtype)]
     nothing = v.new_zeros(*v.shape[:3], max(v.shape[3], len(columns)))
     wide_q, wide_k, wide_v = fit(claims, q, k, nothing)
-    out = inner(claims, pad(-torch.stack(columns, -1).transpose(1, 2), wide_v.shape[-1]))
+    out = pad(-torch.stack(columns, -1).transpose(1, 2), wide_v.shape[-1]).contiguous()
     unit = out.new_zeros(out.shape[-1]).index_fill(0, torch.arange(len(columns), device=out.device), 1.0)
-    unit = torch.empty_like(out).copy_(unit)
+    unit = unit.expand(out.shape).contiguous()
     options, wanted = replace(options, dropout_p=0.0), wanted._replace(v=False)
     grads = pair.backward(unit, None, wide_q, wide_k, wide_v, lowered, out, lse, None, saved, options, wanted)
     if exponent is None:

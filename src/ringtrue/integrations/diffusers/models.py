@@ -45,18 +45,14 @@ FLUX = Family(
     refused=("FluxIPAdapterAttnProcessor",),
 )
 FAMILIES = (FLUX,)
-PACKAGE = rt.optional.Package(
-    "diffusers",
-    "pip install 'ringtrue[diffusers]'",
-    at_least="0.39",
-    below="0.43",
-    attributes=tuple(family.name for family in FAMILIES),
-)
+INSTALL = "pip install 'ringtrue[diffusers]'"
+PACKAGE = rt.optional.Package("diffusers", INSTALL, at_least="0.39", below="0.43")
+NAMES = rt.optional.Package(f"{__package__}.theirs", INSTALL, distribution="diffusers")  # it imports all that we need
 
 
 def require(call: str) -> None:
     """UnsupportedError unless diffusers is installed, in a release that this package was run with, and can be used."""
-    reason = rt.optional.why_not(PACKAGE)
+    reason = rt.optional.why_not(PACKAGE) or rt.optional.why_not(NAMES)
     if reason is not None:
         text = rt.errors.message(
             f"[{reason.code}] {reason.text}",
@@ -66,16 +62,6 @@ def require(call: str) -> None:
             remedy=reason.remedy,
         )
         raise rt.UnsupportedError(text)
-    try:
-        from . import theirs  # noqa: F401
-    except Exception as error:  # a release in range that moved a name, or half an installation
-        text = rt.errors.message(
-            "diffusers is installed, but cannot be used",
-            call=f"{call}(...)",
-            value=f"{type(error).__name__}: {error}",
-            remedy=PACKAGE.install,
-        )
-        raise rt.UnsupportedError(text) from error
 
 
 def family_of(model: object, call: str) -> Family:

@@ -1,0 +1,169 @@
+"""Known faults of kernels: each entry names what is done about it, and the two wrappers do it, on a CPU too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringtrue as rt
+from calls import qkv
+from mutants.memories import first_strides
+from ringtrue import faults
+from ringtrue.backends import REGISTRY
+from ringtrue.contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ringtrue.faults import FAULTS, guarded, mended, padded
+
+EVERY = Wanted(True, True, True)
+MATH = rt.op_pair("native_math", "cpu")
+OPTIONS = Options(scale=0.3)
+Layout = Callable[[Tensor], Tensor]
+
+
+def tokens_outermost(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def heads_outermost(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_checked() -> Iterator[None]:
+    faults._checked.layouts.clear()
+    yield
+    faults._checked.layouts.clear()
+
+
+def backward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Mask, wanted: Wanted = EVERY) -> Grads:
+    result = pair.forward(q, k, v, mask, None, OPTIONS)
+    return pair.backward(g, None, q, k, v, mask, result.out, result.lse, None, result.saved, OPTIONS, wanted)
+
+
+def close(a: Grads, b: Grads) -> bool:
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return bool(pairs) and all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in pairs)
+
+
+@pytest.mark.parametrize("others", [tokens_outermost, heads_outermost])
+@pytest.mark.parametrize("stored", [tokens_outermost, heads_outermost])
+@pytest.mark.parametrize("causal", [None, 0])
+def test_a_guarded_pair_is_right_whatever_ran_before_it(others: Layout, stored: Layout, causal: int | None) -> None:
+    """A graph cache keyed without the strides of grad_out, filled by somebody else's call of the same sizes."""
+    q, k, v = (stored(x) for x in qkv(6, 6, 4, 4, 8, 8, dtype=torch.float32))
+    mask, g = Mask(causal=causal), torch.randn(q.shape)
+    faulty = first_strides("grad_out")(MATH)
+    backward(faulty, q, k, v, others(g), mask)
+    unlike = heads_outermost if others is tokens_outermost else tokens_outermost
+    assert not close(backward(faulty, q, k, v, unlike(g), mask), backward(MATH, q, k, v, g, mask))
+    pair = guarded(faulty, MATH)
+    for layout in (tokens_outermost, heads_outermost, tokens_outermost):
+        assert close(backward(pair, q, k, v, layout(g), mask), backward(MATH, q, k, v, g, mask))
+
+
+def test_a_signature_is_checked_once() -> None:
+    q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
+    calls: list[str] = []
+
+    def counted(*args: Any) -> Grads:
+        calls.append("other")
+        return MATH.backward(*args)
+
+    pair = guarded(MATH, replace(MATH, backward=counted))
+    for _ in range(3):
+        backward(pair, q, k, v, torch.randn(q.shape), Mask())
+    assert len(calls) == 1
+    backward(pair, heads_outermost(q), k, v, torch.randn(q.shape), Mask())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_what_tells_nothing_is_not_taken_for_a_check(value: float) -> None:
+    q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
+    backward(guarded(MATH, MATH), q, k, v, torch.full(q.shape, value), Mask())
+    assert faults._checked.layouts == {}
+    backward(guarded(MATH, MATH), q, k, v, torch.randn(q.shape), Mask())
+    assert len(faults._checked.layouts) == 1
+
+
+def wrong(part: str, by: Callable[[Tensor], Tensor]) -> OpPair:
+    def changed(*args: Any) -> Grads:
+        grads = MATH.backward(*args)
+        return grads._replace(**{part: by(getattr(grads, part))})
+
+    return replace(MATH, backward=changed)
+
+
+@pytest.mark.parametrize("part", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("by", [lambda x: 1.5 * x, lambda x: x * torch.nan, torch.zeros_like], ids=["", "nan", "zero"])
+@pytest.mark.parametrize("wanted", [EVERY, Wanted(False, True, False)])
+def test_a_kernel_that_is_wrong_in_every_layout_is_refused(
+    part: str, by: Callable[[Tensor], Tensor], wanted: Wanted
+) -> None:
+    q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
+    with pytest.raises(rt.GradientError, match=r"unlike those of[\s\S]*use backend="):
+        backward(guarded(wrong(part, by), MATH), q, k, v, torch.randn(q.shape), Mask(), wanted)
+
+
+def test_gradients_of_almost_nothing_do_not_fail_the_check() -> None:
+    """One key: dq and dk are 0, and what kernels give is rounding."""
+    q, k, v = qkv(6, 1, 4, 4, 8, 8, dtype=torch.bfloat16)
+
+    def rounded(*args: Any) -> Grads:
+        grads = MATH.backward(*args)
+        return grads._replace(dq=grads.dq + 2e-3 * torch.randn_like(grads.dq))  # type: ignore[operator]
+
+    backward(guarded(replace(MATH, backward=rounded), MATH), q, k, v, torch.randn_like(q), Mask())
+    assert len(faults._checked.layouts) == 1
+
+
+def single(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
+    assert q.shape[1] != 1, "a single query"
+    return MATH.forward(q, k, v, mask, rng, options)
+
+
+@pytest.mark.parametrize("k_len", [1, 9])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=0), Mask(dense=torch.randn(2, 1, 1, 1))], ids=str)
+def test_a_single_query_is_asked_twice(k_len: int, mask: Mask) -> None:
+    q, k, v = qkv(1, k_len, 4, 2, 8, 8, dtype=torch.float32)
+    if mask.dense is not None:
+        mask = Mask(dense=torch.randn(2, 1, 1, k_len))
+    g = torch.randn(q.shape)
+    pair = padded(replace(MATH, forward=single))
+    ours, right = (p.forward(q, k, v, mask, None, OPTIONS) for p in (pair, MATH))
+    assert torch.allclose(ours.out, right.out)
+    assert torch.allclose(ours.lse, right.lse)
+    inner = replace(MATH, forward=single, backward=two_rows)
+    grads = padded(inner).backward(
+        g, None, q, k, v, mask, right.out, right.lse, None, right.saved, replace(OPTIONS, levelled=True), EVERY
+    )
+    assert close(grads, backward(MATH, q, k, v, g, mask))
+
+
+def two_rows(*args: Any) -> Grads:
+    assert args[2].shape[1] == 2
+    return MATH.backward(*args)
+
+
+def test_every_entry_says_who_and_what() -> None:
+    known = {(b.name, device) for b in REGISTRY for device in b.pairs}
+    here = Path(faults.__file__).parent
+    for fault in FAULTS:
+        assert (fault.backend, fault.device) in known
+        assert re.match(r"https://\S+$", fault.link)
+        where = here / fault.where.split(" ")[0]
+        assert where.exists() or where.with_suffix("").is_dir(), fault.where
+
+
+def test_what_needs_code_around_the_pair_gets_it() -> None:
+    for backend in REGISTRY:
+        for device, pair in backend.pairs.items():
+            around = mended(pair, device, MATH)
+            named = {f.action for f in FAULTS if (f.backend, f.device) == (backend.name, device)}
+            assert (around.backward is not pair.backward) == bool(named & {"pad", "guard"})
