@@ -132,6 +132,29 @@ def test_a_long_sequence_is_written_out_in_blocks(name: str) -> None:
     assert made.numel <= 1024 * (length if name == "segments" else 1024 + 31)
 
 
+@EVERY_BACKEND
+def test_the_default_device_is_not_asked(backend: str) -> None:
+    """Everything is made where the tensors are, or on the CPU, whatever torch.set_default_device says."""
+    tensors = qkv(6, 5, grad=True)
+    bias = BIAS.clone().requires_grad_(claims_of(backend).dbias)
+    masks = (None, rt.Causal("bottom_right"), bias & rt.Window(2, 1) & SEGMENTS, rt.KeyBias(KEY_BIAS) & rt.Causal())
+    dropout = 0.3 if claims_of(backend).dropout else 0.0
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        found: list[Tensor] = []
+        for mask in masks:
+            out, lse = rt.attention(*tensors, mask, dropout, return_lse=True, backend=backend)
+            live = lse.masked_fill(lse == -math.inf, 0.0)
+            found += [out, lse, *torch.autograd.grad((out.sum(), live.sum()), tensors)]
+        return found
+
+    expected = run()
+    with torch.device("meta"):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_a_kernel_without_masks_refuses_them() -> None:
     poor = unreachable("poor", masks=frozenset())
     for mask, kind in ((rt.Window(2), "window"), (rt.Segments(Q_IDS), "segments")):

@@ -131,6 +131,8 @@ def build_mask(
     attn_mask: object, is_causal: bool, q: Tensor, k: Tensor, check: Checker, sharded: bool
 ) -> tuple[Mask, frozenset[str], Bounds]:
     """All that was passed as one Mask, the causal alignments asked for (empty = not causal), and the window's ends."""
+    if attn_mask is None and not is_causal:
+        return _NO_MASK
     joined = _Joined(q, k, check, sharded)
     if is_causal:
         joined.alignments.add("top_left")
@@ -148,6 +150,9 @@ def build_mask(
         since if since is None else max(min(since, k_len), -q_len),
     )  # fmt: skip
     return mask, frozenset(joined.alignments), (since, upto)
+
+
+_NO_MASK: tuple[Mask, frozenset[str], Bounds] = (Mask(), frozenset(), (None, None))
 
 
 class _Joined:
@@ -201,10 +206,10 @@ class _Joined:
 
 def autocast_bias(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as torch's SDPA casts it under autocast: beside q that was cast, unless it is float64."""
-    to = autocast_dtype(q.device.type)
-    if to is None or q.dtype != to or bias.dtype in (torch.bool, torch.float64, to):
+    if bias.dtype in (torch.bool, torch.float64):
         return bias
-    return _narrowed(bias, to)
+    to = autocast_dtype(q.device.type)
+    return bias if to is None or q.dtype != to else _narrowed(bias, to)
 
 
 def _in_range(bias: Tensor | None, q: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 def join(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """One tuple: how many tensors each part has, int64 on the CPU, then all of them."""
     counts = [len(part) for part in parts]
-    return (torch.tensor(counts), *(x for part in parts for x in part)) if any(counts) else ()
+    return (torch.tensor(counts, device="cpu"), *(x for part in parts for x in part)) if any(counts) else ()
 
 
 def part(saved: tuple[Tensor, ...], number: int) -> list[tuple[Tensor, ...]]:

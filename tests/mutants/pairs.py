@@ -290,9 +290,12 @@ MUTANTS: dict[str, Mutant] = {
         backward_sees(lambda c: c._replace(**{n: transposed_again(getattr(c, n)) for n in ("q", "k", "v")}))
     ),
     "strides-of-k-ignored": Mutant(
-        both_see(lambda c: c._replace(k=strides_ignored(c.k)), lambda c: c._replace(k=strides_ignored(c.k)))
+        both_see(lambda c: c._replace(k=strides_ignored(c.k)), lambda c: c._replace(k=strides_ignored(c.k))),
+        where="outermost",
     ),
-    "strides-of-grad-out-ignored": Mutant(backward_sees(lambda c: c._replace(grad_out=strides_ignored(c.grad_out)))),
+    "strides-of-grad-out-ignored": Mutant(
+        backward_sees(lambda c: c._replace(grad_out=strides_ignored(c.grad_out))), where="outermost"
+    ),
     "lse-in-log2-returned": Mutant(lse_in_log2_returned),
     "lse-in-log2-in-backward": Mutant(backward_sees(lambda c: c._replace(lse=c.lse / math.log(2)))),
     "lse-in-bf16-returned": Mutant(forward_gives(lambda r: r._replace(lse=coarse(r.lse)))),
@@ -304,18 +307,20 @@ MUTANTS: dict[str, Mutant] = {
     "upstream-gradient-of-lse-ignored": Mutant(
         backward_sees(lambda c: c._replace(grad_lse=None)), lambda c: c.dlse, where="lse"
     ),
-    "scale-ignored": Mutant(both_see(default_scale, default_scale)),
-    "scale-ignored-in-backward": Mutant(backward_sees(default_scale)),
+    "scale-ignored": Mutant(both_see(default_scale, default_scale), where="scale"),
+    "scale-ignored-in-backward": Mutant(backward_sees(default_scale), where="scale"),
     "scale-missing-in-dq": Mutant(backward_gives(lambda c, g: g._replace(dq=g.dq / (c.options.scale or 1)))),
-    "groups-not-summed": Mutant(groups_not_summed),
-    "groups-interleaved": Mutant(groups_interleaved),
+    "groups-not-summed": Mutant(groups_not_summed, where="gqa"),
+    "groups-interleaved": Mutant(groups_interleaved, where="gqa"),
     "last-key-left-out": Mutant(without_last_key),
     "first-sample-keys-in-backward": Mutant(backward_sees(first_sample_keys)),
-    "first-sample-mask": Mutant(both_see(first_sample_mask, first_sample_mask)),
-    "mask-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=only_causal(c.mask)))),
-    "causal-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=replace(c.mask, causal=None)))),
-    "causal-bottom-right": Mutant(moved(lambda c: c.k.shape[1] - c.q.shape[1])),
-    "causal-off-by-one": Mutant(moved(lambda c: -1)),
+    "first-sample-mask": Mutant(both_see(first_sample_mask, first_sample_mask), where="keep"),
+    "mask-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=only_causal(c.mask))), where="bool"),
+    "causal-ignored-in-backward": Mutant(
+        backward_sees(lambda c: c._replace(mask=replace(c.mask, causal=None))), where="causal"
+    ),
+    "causal-bottom-right": Mutant(moved(lambda c: c.k.shape[1] - c.q.shape[1]), where="causal"),
+    "causal-off-by-one": Mutant(moved(lambda c: -1), where="causal"),
     "window-begins-early": Mutant(window_moved(first=-1), lambda c: "window" in c.masks, where="window"),
     "window-begins-late": Mutant(window_moved(first=1), lambda c: "window" in c.masks, where="window"),
     "window-ends-early": Mutant(window_moved(last=-1), lambda c: "window" in c.masks, where="window"),
@@ -327,14 +332,16 @@ MUTANTS: dict[str, Mutant] = {
     "softcap-ignored": Mutant(both_see(no_softcap, no_softcap), lambda c: c.softcap, where="softcap"),
     "softcap-ignored-in-backward": Mutant(backward_sees(no_softcap), lambda c: c.softcap, where="softcap"),
     "softcap-after-the-mask": Mutant(softcap_after_mask, lambda c: c.softcap, where="softcap"),
-    "blind-rows-average": Mutant(blind_rows_average),
-    "blind-rows-lse-zero": Mutant(forward_gives(lambda r: r._replace(lse=r.lse.masked_fill(r.lse == MINUS_INF, 0.0)))),
-    "blind-rows-nan": Mutant(backward_gives(blind_rows_nan)),
+    "blind-rows-average": Mutant(blind_rows_average, where="blind"),
+    "blind-rows-lse-zero": Mutant(
+        forward_gives(lambda r: r._replace(lse=r.lse.masked_fill(r.lse == MINUS_INF, 0.0))), where="blind"
+    ),
+    "blind-rows-nan": Mutant(backward_gives(blind_rows_nan), where="blind"),
     "out-1-percent-off": Mutant(forward_gives(lambda r: r._replace(out=r.out * 1.01))),
     "dq-1-percent-off": Mutant(scaled("dq", 1.01)),
     "dk-1-percent-off": Mutant(scaled("dk", 1.01)),
     "dv-1-percent-off": Mutant(scaled("dv", 1.01)),
-    "dbias-1-percent-off": Mutant(scaled("dbias", 1.01), lambda c: c.dbias),
+    "dbias-1-percent-off": Mutant(scaled("dbias", 1.01), lambda c: c.dbias, where="float"),
     "out-in-bf16": Mutant(forward_gives(lambda r: r._replace(out=coarse(r.out))), dtypes=NOT_BFLOAT16),
     "dk-in-bf16": Mutant(backward_gives(lambda c, g: g._replace(dk=coarse(g.dk))), dtypes=NOT_BFLOAT16),
     "gradients-in-float32": Mutant(
@@ -342,5 +349,5 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "dk-missing": Mutant(backward_gives(lambda c, g: g._replace(dk=None))),
     "dbias-of-lse-missing": Mutant(dbias_without_lse, lambda c: c.dbias and c.dlse, where="lse"),
-    "dbias-missing": Mutant(backward_gives(lambda c, g: g._replace(dbias=None)), lambda c: c.dbias),
+    "dbias-missing": Mutant(backward_gives(lambda c, g: g._replace(dbias=None)), lambda c: c.dbias, where="float"),
 }

@@ -26,6 +26,7 @@ HEADS = (
     Case("gqa-narrow-values-causal", 19, 19, heads=4, kv_heads=2, head_dim=24, value_dim=9, causal=0),
     Case("one-channel", 12, 12, head_dim=1),
     Case("odd-channels", 20, 24, head_dim=37),
+    Case("few-channels", 20, 24, head_dim=5, value_dim=11),
     Case("many-channels", 20, 24, head_dim=128),
     Case("three-samples-one-head", 20, 24, batch=3, heads=1),
 )
@@ -124,6 +125,7 @@ PLACES = (
 )
 DEEPER = (
     Case("softcap", 17, 33, values="peaked", softcap=3.0),
+    Case("softcap-saturated", 17, 33, values="peaked", softcap=0.4),
     Case("softcap-masked", 20, 20, mask="float:hqk+keep_ragged", causal=0, softcap=2.0),
     Case("dropout", 17, 33, dropout=0.3, splits=False),
     Case("dropout-gqa-masked", 20, 20, mask="float:hqk", causal=1, heads=4, kv_heads=2, dropout=0.5, splits=False),

@@ -8,7 +8,8 @@ float mask is taken in float32 with 16-bit inputs; with float64 inputs a float32
 wrong), hence `bias_dtype="accumulate"`. No GQA and no bool mask. Causal writes -inf before it scales (0 * -inf is NaN,
 -0.3 * -inf is +inf), hence `any_scale=False`. The backward of 16-bit inputs adds up dq over blocks of keys, dk and dv
 over blocks of queries, in 16 bits: errors grow with the root of the length, twice what is allowed at 65536 tokens,
-hence `_long`. A query of NaN may come back as 0 with lse 0.
+hence `_long`. Where all scores of a query are NaN and its keys are fewer than a vector (16 in float32), out is 0 and
+lse 0 instead of NaN; the gradients are NaN as they should.
 """
 
 from __future__ import annotations

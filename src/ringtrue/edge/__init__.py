@@ -120,7 +120,7 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wanted: Wanted)
 
 def _state(rng: Tensor | None, number: int) -> Tensor | None:
     """The random state of one block: blocks draw their own masks, the same in both directions."""
-    return rng if rng is None or number == 0 else rng + torch.tensor([0, number])
+    return rng if rng is None or number == 0 else rng + torch.tensor([0, number], device=rng.device)
 
 
 def _bias_part(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:

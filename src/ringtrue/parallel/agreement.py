@@ -55,7 +55,7 @@ def _form(mask: Mask) -> str:
     parts = [] if bias is None else [f"KeyBias {_short(bias.dtype)}"]
     if dense is not None:
         batch, heads, _, _ = dense.shape
-        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads})")
+        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads}; an expanded dim counts as 1)")
     return " and ".join(parts) or "none, or KeyPadding"
 
 
