@@ -26,6 +26,7 @@ CORE = frozenset(
         "level",
         "masks",
         "merge",
+        "native",
     }
 )
 CORE |= {"parallel", "prepared", "scope", "select", "tracing"}
@@ -48,11 +49,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "merge": frozenset({"contract"}),
     "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
-    "select": frozenset({"backends", "contract", "edge", "errors", "faults"}),
+    "native": frozenset({"contract"}),
+    "select": frozenset({"backends", "contract", "edge", "errors", "faults", "native"}),
     "prepared": frozenset({"checks", "contract"}),
     "tracing": frozenset({"backends", "call", "checks", "compiled", "contract", "masks", "scope", "select"}),
     "backends": frozenset({"contract", "errors", "masks", "optional"}),
-    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "prepared", "select", "tracing"},
+    "parallel": CORE - {"api", "backends", "edge", "faults", "native", "parallel", "prepared", "select", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "integrations"}),

@@ -15,7 +15,7 @@ from . import autograd, prepared, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
-from .contract import Backend, Choice, Claims, OpPair, Reason
+from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
 from .edge import widened
 from .errors import ArgumentError, message
 from .masks import MaskPart
@@ -59,8 +59,9 @@ def attention(
     is_causal   query i sees keys j <= i (top-left, as torch documents), in global token order under a context.
     scale       default 1/sqrt(D); 0.0 and negative values are values.
     enable_gqa  allows Hk < H when Hk divides H.
-    backend     a name of `backends()`, "auto", or an OpPair; None = the scope's, else RINGTRUE_BACKEND, else "auto".
-                An explicit backend never falls back.
+    backend     a name of `backends()`, "auto" (the fastest that fits), "native" (what torch's own attention would
+                take, or native_math where that cannot honour the call), or an OpPair; None = the scope's, else
+                RINGTRUE_BACKEND, else "auto". An explicit backend never falls back.
     parallel    a ContextParallel or `cp.call(...)`; None = the scope's; False = this device alone.
 
     Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
@@ -91,14 +92,15 @@ def _run(
     if context is None:
         asked = _asked(backend, query, key, value)
         known = prepared.key_of(query, key, value, asked, arguments)
-        ready = prepared.find(known)
+        ready = None if asked == select.NATIVE else prepared.find(known)  # torch's switches are in no key
         if ready is not None:
             if arguments["layout"] == "bhsd":
                 query, key, value = (x.transpose(1, 2) for x in (query, key, value))
             return autograd.run(ready.pair, query, key, value, ready.mask, ready.options, ready.wanted)
         call, choices = _prepare(query, key, value, asked, arguments)
         pair, anchored = choices[0].pair, False
-        prepared.keep(known, prepared.Prepared(pair, call.mask, call.options, call.facts.wanted))
+        if asked != select.NATIVE:
+            prepared.keep(known, prepared.Prepared(pair, call.mask, call.options, call.facts.wanted))
     else:
         with context.refusing_together():
             call, choices = _prepare(query, key, value, _asked(backend, query, key, value), arguments, context)
@@ -138,7 +140,11 @@ def _prepare(
     facts = call.facts if context is None else context.facts(call)
     if isinstance(asked, OpPair):
         return call, select.fitting_pair(asked, facts, call.text)
-    return call, select.fitting(asked, facts, call.text)
+    return call, select.fitting(_meant(asked, facts, call), facts, call.text)
+
+
+def _meant(asked: str, facts: Facts, call: calls.Call) -> str:
+    return select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
 
 
 def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
@@ -247,5 +253,5 @@ def explain(
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)
         return Explanation(str(call.text), None if against else asked.name, {**reasons, asked.name: against})
-    fits = select.among(asked, facts, reasons)
+    fits = select.among(_meant(asked, facts, call), facts, reasons)
     return Explanation(str(call.text), fits[0].name if fits else None, reasons)

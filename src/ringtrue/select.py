@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from . import faults
+from . import faults, native
 from .backends import REGISTRY
-from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
+from .contract import Backend, Choice, Claims, Facts, Mask, OpPair, Options, Reason
 from .edge import edge, widened
 from .errors import ArgumentError, UnsupportedError, message
 
 AUTO = "auto"
+NATIVE = "native"
 
 
 def names() -> tuple[str, ...]:
-    """The names that may be passed as backend: every registered one, and "auto"."""
-    return (*(b.name for b in REGISTRY), AUTO)
+    """The names that may be passed as backend: every registered one, and the two that choose: "native" and "auto"."""
+    return (*(b.name for b in REGISTRY), NATIVE, AUTO)
 
 
 def known(name: object, where: str = "") -> str:
@@ -132,6 +134,15 @@ def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) ->
         claims = {b.name: b.pairs[facts.device].claims for b in fits}
         fits = [b for b in fits if claims[b.name].backward and (claims[b.name].dbias or not facts.mask_grad)]
     return tuple(fits)
+
+
+def meant(name: str, facts: Facts, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> str:
+    """The name itself; for "native" the backend whose kernel torch would take, or the one that takes everything."""
+    if name != NATIVE:
+        return name
+    taken = native.torchs_choice(q, k, v, mask, options)
+    backend = next((b for b in REGISTRY if b.name == taken), None)
+    return taken if backend is not None and not reasons_for(backend, facts) else native.ANY
 
 
 def fitting_pair(pair: OpPair, facts: Facts, call: object = "") -> tuple[Choice, ...]:

@@ -80,7 +80,11 @@ class _Rooms:
             scope.confirm_backend(plain.asked or None, call.text)
         if not traced and not plain.alone:
             scope.confirm_no_context(call.text)
-        choice = select.fitting(plain.asked or select.DEFAULT, call.facts, call.text, traced)[0]
+        asked, facts = plain.asked or select.DEFAULT, call.facts
+        if traced and asked == select.NATIVE:  # all pairs give the same shapes, and torch cannot be asked about symbols
+            asked = select.AUTO
+        asked = select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
+        choice = select.fitting(asked, facts, call.text, traced)[0]
         return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend), choice.pair
 
     def pair(self, chosen: int, call: Normalised) -> OpPair:

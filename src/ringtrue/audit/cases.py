@@ -133,7 +133,7 @@ DEEPER = (
     Case("grad-lse", 17, 33, grad_lse=True),
     Case("grad-lse-one-key", 7, 1, grad_lse=True),
     Case("grad-lse-blind", 13, 18, mask="blind:bqk", grad_lse=True),
-    Case("grad-lse-causal-gqa-bias", 20, 20, mask="bias", causal=-2, heads=4, kv_heads=2, grad_lse=True),
+    Case("grad-lse-causal-gqa-bias", 20, 20, mask="bias_input", causal=-2, heads=4, kv_heads=2, grad_lse=True),
 )
 CASES: tuple[Case, ...] = (
     *LENGTHS, *HEADS, *SCALES, *STORED, *DISTRIBUTIONS, *BOOLS, *FLOATS, *CAUSAL, *COMBINED, *PLACES, *DEEPER,
