@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringtrue as rt
-from calls import HERE, like, qkv, refused, unreachable
+from calls import HERE, assert_close, like, qkv, refused, unreachable
 from calls import one_thread as one_thread
 from ringtrue import compiled, tracing
+from ringtrue.backends import REGISTRY
 
 FULL = next(b.name for b in HERE if b.pairs["cpu"].claims.dbias and b.pairs["cpu"].claims.dlse)  # gives every gradient
 
@@ -291,3 +292,25 @@ def test_torchs_own_check_of_operators() -> None:
     torch.compile(fn, fullgraph=True, backend=lambda graph, _: Recorder(graph).run)(*inputs)
     (arguments,) = seen
     torch.library.opcheck(tracing.OPERATORS.attention, arguments)
+
+
+@INDUCTOR
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("backend", [b.name for b in REGISTRY if "cuda" in b.pairs])
+def test_on_cuda(backend: str, mode: str | None) -> None:
+    """With CUDA graphs, too: warmed up, captured, replayed with other numbers."""
+    reason = next(b for b in REGISTRY if b.name == backend).unavailable("cuda")
+    if reason is not None:
+        pytest.skip(str(reason))
+    run = torch.compile(attention(backend=backend, is_causal=True), fullgraph=True, mode=mode)
+    for seed in range(4):
+        inputs = [x.detach().cuda().requires_grad_() for x in qkv(128, dim=64, dtype=torch.bfloat16, seed=seed)]
+        upstream = like(inputs[0].cpu()).cuda()
+        torch.compiler.cudagraph_mark_step_begin()
+        out = run(*inputs)
+        got = [x.clone() for x in (out, *torch.autograd.grad(out, inputs, upstream))]
+        right = rt.attention(*inputs, backend=backend, is_causal=True)
+        for a, b in zip(got, (right, *torch.autograd.grad(right, inputs, upstream)), strict=True):
+            assert_close(a, b)

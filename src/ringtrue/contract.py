@@ -83,7 +83,14 @@ class Mask:
     @property
     def hides_nothing(self) -> bool:
         """Whether no part is there: every query sees every key, and nothing is added."""
-        return self.causal is None and self.since is None and not any(x is not None for x in self.tensors)
+        return (
+            self.causal is None
+            and self.since is None
+            and self.dense is None
+            and self.key_keep is None
+            and self.key_bias is None
+            and self.q_segments is None
+        )
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -104,16 +104,20 @@ def cpu_backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
-    dtype = torch.float32 if _long(q, k) else q.dtype
+    inputs: tuple[Tensor, ...] = (grad_out, q, k, v, out)
+    if _long(q, k):
+        inputs = tuple(x.float() for x in inputs)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2).to(dtype) for x in (grad_out, q, k, v, out)),
+        *(x.transpose(1, 2) for x in inputs),
         lse,
         0.0,
         mask.causal is not None,
         attn_mask=mask.dense,
         scale=options.scale,
     )
-    return Grads(*(x.to(q.dtype).transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
+    if _long(q, k):
+        grads = tuple(x.to(q.dtype) for x in grads)
+    return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
 
 
 def _long(q: Tensor, k: Tensor) -> bool:

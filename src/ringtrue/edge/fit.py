@@ -32,7 +32,7 @@ def unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
         grad = grad[..., : like.shape[-1]]
     if grad.shape[2] != like.shape[2]:
         grad = grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=accumulate_dtype(grad.dtype))
-    return grad.to(like.dtype)
+    return grad if grad.dtype == like.dtype else grad.to(like.dtype)
 
 
 def positive(claims: Claims, q: Tensor, options: Options) -> tuple[Tensor, Options, int]:
