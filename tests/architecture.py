@@ -28,7 +28,7 @@ CORE = frozenset(
         "merge",
     }
 )
-CORE |= {"parallel", "scope", "select", "tracing"}
+CORE |= {"parallel", "prepared", "scope", "select", "tracing"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
@@ -49,9 +49,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "select": frozenset({"backends", "contract", "edge", "errors", "faults"}),
+    "prepared": frozenset({"checks", "contract"}),
     "tracing": frozenset({"backends", "call", "checks", "compiled", "contract", "masks", "scope", "select"}),
     "backends": frozenset({"contract", "errors", "masks", "optional"}),
-    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "select", "tracing"},
+    "parallel": CORE - {"api", "backends", "edge", "faults", "parallel", "prepared", "select", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "integrations"}),

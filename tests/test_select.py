@@ -12,7 +12,7 @@ import torch
 import ringtrue as rt
 from calls import EVERYTHING, HERE, backend_of, qkv, refused, unreachable
 from calls import one_thread as one_thread
-from ringtrue import api, select
+from ringtrue import api, prepared, select
 from ringtrue.contract import Backend, Facts, OpPair, Reason, Wanted
 
 PLAIN = Facts("cpu", torch.float32, batch=2, q_len=6, k_len=5, heads=4, kv_heads=4, head_dim=8, value_dim=8)
@@ -29,9 +29,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         for module in (select, api):
             monkeypatch.setattr(module, "REGISTRY", found)
         select.survey.cache_clear()
+        prepared.forget()
 
     yield registry
     select.survey.cache_clear()
+    prepared.forget()
 
 
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import autograd, scope, select, tracing
+from . import autograd, prepared, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
@@ -89,11 +89,19 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     context = _context(parallel, query, key, value)
     if context is None:
-        call, choices = _prepare(query, key, value, backend, arguments)
+        asked = _asked(backend, query, key, value)
+        known = prepared.key_of(query, key, value, asked, arguments)
+        ready = prepared.find(known)
+        if ready is not None:
+            if arguments["layout"] == "bhsd":
+                query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            return autograd.run(ready.pair, query, key, value, ready.mask, ready.options, ready.wanted)
+        call, choices = _prepare(query, key, value, asked, arguments)
         pair, anchored = choices[0].pair, False
+        prepared.keep(known, prepared.Prepared(pair, call.mask, call.options, call.facts.wanted))
     else:
         with context.refusing_together():
-            call, choices = _prepare(query, key, value, backend, arguments, context)
+            call, choices = _prepare(query, key, value, _asked(backend, query, key, value), arguments, context)
         pair, anchored = context.plan(call, choices)
     rng = calls.random_state() if call.facts.dropout else None
     return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
@@ -121,12 +129,11 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    backend: str | OpPair | None,
+    asked: str | OpPair,
     arguments: Mapping[str, object],
     context: ContextParallel | DeclaredCall | None = None,
 ) -> tuple[calls.Call, tuple[Choice, ...]]:
     """The validated call, and the backends that can take it as its plan needs them, best first."""
-    asked = _asked(backend, q, k, v)
     call = calls.normalise(q, k, v, **arguments, sharded=context is not None)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
     if isinstance(asked, OpPair):
@@ -136,8 +143,8 @@ def _prepare(
 
 def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
     """The backend of a call: the one passed, else the scope's, else RINGTRUE_BACKEND, else "auto"."""
-    if backend is None:
-        backend = scope.current_backend(Described(q, k, v)) or select.DEFAULT
+    if backend is None:  # what is in scope was looked at when it was entered
+        return scope.current_backend(Described(q, k, v)) or select.DEFAULT
     return backend if isinstance(backend, OpPair) else select.known(backend)
 
 

@@ -81,6 +81,11 @@ class Mask:
         return self.dense, self.key_keep, self.key_bias, self.q_segments, self.k_segments
 
     @property
+    def hides_nothing(self) -> bool:
+        """Whether no part is there: every query sees every key, and nothing is added."""
+        return self.causal is None and self.since is None and not any(x is not None for x in self.tensors)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """Which parts are there, `causal` left out: dense_bool, dense_float, key_keep, key_bias, segments, window."""
         parts = (

@@ -294,6 +294,8 @@ def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tenso
     Cheap: nothing of size Sq x Sk is made unless the user passed a mask with rows; segments are compared with all keys
     for a block of rows at a time.
     """
+    if mask.hides_nothing:
+        return None
     if mask.q_segments is not None:
         found = []
         for rows in row_blocks(q_len):

@@ -52,7 +52,7 @@ def check(model: Any, image: int = 7, text: int = 5) -> None:
 
 def test_blocks_compiled_before_they_are_bound() -> None:
     model = shallow()
-    model.compile_repeated_blocks(backend="eager")
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
     ours.use(model, "native_math")
     check(model)
     check(model, 9, 4)
@@ -60,8 +60,8 @@ def test_blocks_compiled_before_they_are_bound() -> None:
 
 def test_a_whole_model() -> None:
     model = shallow()
-    ours.use(model, "native_math")
-    model.compile(backend="eager")
+    ours.use(model, "auto")
+    model.compile(backend="eager", fullgraph=True)
     check(model)
 
 
@@ -69,12 +69,15 @@ def test_compiled_backward_of_checkpointed_blocks() -> None:
     model = shallow()
     ours.use(model, "native_math")
     model.enable_gradient_checkpointing()
-    model.compile_repeated_blocks(backend="aot_eager")
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
     check(model)
 
 
 def test_what_is_chosen_later_counts() -> None:
-    """Compiled blocks of two models share code: neither a second model, nor a new choice, nor undo is missed."""
+    """Compiled blocks of two models share code: neither a second model, nor a new choice, nor undo is missed.
+
+    An OpPair runs at a graph break, a name within the graph.
+    """
     a, b = shallow(), shallow()
     (first, one), (second, two) = spy(rt.op_pair("native_math")), spy(rt.op_pair("native_math"))
     for model in (a, b):
@@ -91,6 +94,10 @@ def test_what_is_chosen_later_counts() -> None:
     assert (runs(a), runs(b), runs(a)) == ((2, 0), (0, 2), (2, 0))
     ours.use(a, second)
     assert runs(a) == (0, 2)
+    ours.use(a, "native_math")
+    assert runs(a) == (0, 0)
+    ours.use(a, first)
+    assert runs(a) == (2, 0)
     ours.undo(a)
     assert runs(a) == (0, 0)
     assert runs(b) == (0, 2)

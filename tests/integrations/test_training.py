@@ -241,22 +241,32 @@ def test_two_contexts_interleaved() -> None:
     assert error(results[0][2], expected) < 1e-12
 
 
-# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+# ---- bfloat16: parameters and inputs, or float32 under autocast ------------------------------------------------------
 
 IMAGE, TEXT = 24, 9
 
 
-def half_inputs(dtype: torch.dtype) -> dict[str, Any]:
-    return inputs(IMAGE, TEXT, dtype)
+def half(model: Any, autocast: bool, cp: rt.ContextParallel | None = None) -> Step:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    given = inputs(IMAGE, TEXT, dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(**given)[0]
+    result = backward(out, model, given, cp)
+    assert all(grad.dtype == dtype for grad in result.grads.values())
+    return Step(result.out, {name: grad.float() for name, grad in result.grads.items()})
+
+
+def half_model(autocast: bool) -> Any:
+    return build(torch.float32 if autocast else torch.bfloat16)
 
 
 @functools.cache
-def yard() -> Step:
-    """Plain eager attention in bfloat16: diffusers' own maths."""
-    model = build(torch.bfloat16)
+def yard(autocast: bool) -> Step:
+    """Plain attention in bfloat16: diffusers' own maths."""
+    model = half_model(autocast)
     for processor in model.attn_processors.values():
         processor._attention_backend = AttentionBackendName._NATIVE_MATH
-    return step(model, half_inputs(torch.bfloat16))
+    return half(model, autocast)
 
 
 def joined(result: Step) -> dict[str, Tensor]:
@@ -267,9 +277,9 @@ def joined(result: Step) -> dict[str, Tensor]:
     return {name: torch.cat([x.double().flatten() for x in many]) for name, many in parts.items()}
 
 
-def strains(result: Step) -> dict[str, float]:
+def strains(result: Step, autocast: bool) -> dict[str, float]:
     """Every quantity's error as a share of what the rule allows (docs/numbers.md); at most 1 passes."""
-    truth, plain, found = (joined(each) for each in (alone(IMAGE, TEXT), yard(), result))
+    truth, plain, found = (joined(each) for each in (alone(IMAGE, TEXT), yard(autocast), result))
     floor = RULE.floor[torch.bfloat16]
     shares = {}
     for name, ref in truth.items():
@@ -281,29 +291,30 @@ def strains(result: Step) -> dict[str, float]:
     return shares
 
 
-def half(rank: Any, degrees: tuple[int, int] | None, backend: Any) -> Step:
-    model, cp = build(torch.bfloat16), None
-    if degrees is not None:
-        cp = ours.parallelize(model, rt.ContextParallelConfig(*degrees, mesh=rank))
-    ours.use(model, backend)
-    result = step(model, half_inputs(torch.bfloat16), cp)
-    assert all(grad.dtype == torch.bfloat16 for grad in result.grads.values())
-    return Step(result.out, {name: grad.float() for name, grad in result.grads.items()})
-
-
 BACKENDS = [support.name for support in rt.backends() if support.device == "cpu" and support.unavailable is None]
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's, under autocast
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", ["one device", *MODES])
-def test_bfloat16_loses_no_more_than_plain_attention(mode: str, backend: str) -> None:
-    degrees = MODES.get(mode)
-    steps = (
-        [half(None, None, backend)] if degrees is None else World(degrees[0] * degrees[1]).run(half, degrees, backend)
-    )
-    over = {name: share for name, share in strains(together(steps)).items() if share > 1}
+def test_bfloat16_loses_no_more_than_plain_attention(mode: str, autocast: bool, backend: str) -> None:
+    def on(rank: Any) -> Step:
+        model, cp = half_model(autocast), None
+        model.enable_gradient_checkpointing()
+        if rank is not None:
+            cp = ours.parallelize(model, rt.ContextParallelConfig(*MODES[mode], mesh=rank))
+        ours.use(model, backend)
+        return half(model, autocast, cp)
+
+    steps = [on(None)] if mode == "one device" else World(MODES[mode][0] * MODES[mode][1]).run(on)
+    over = {name: share for name, share in strains(together(steps), autocast).items() if share > 1}
     assert not over
 
 
-def test_the_rule_catches_a_fault_in_bfloat16() -> None:
-    assert max(strains(half(None, None, plants.kv_transposed_twice(rt.op_pair("native_math")))).values()) > 1
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's, under autocast
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_rule_catches_a_fault_in_bfloat16(autocast: bool) -> None:
+    model = half_model(autocast)
+    ours.use(model, plants.kv_transposed_twice(rt.op_pair("native_math")))
+    assert max(strains(half(model, autocast), autocast).values()) > 1

@@ -150,7 +150,9 @@ def _forward_block(
     lowered = lower(mask, q, k, pair.claims)
     q, options, _ = positive(pair.claims, q, options)
     result = pair.forward(*fit(pair.claims, q, k, v), lowered, rng, options)
-    out, lse = result.out[..., : v.shape[-1]], result.lse
+    out, lse = result.out, result.lse
+    if out.shape[-1] != v.shape[-1]:
+        out = out[..., : v.shape[-1]]
     if live is not None:
         out = out.masked_fill(~live.transpose(1, 2).unsqueeze(-1), 0.0)
         lse = lse.masked_fill(~live, float("-inf"))

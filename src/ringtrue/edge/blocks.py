@@ -22,6 +22,8 @@ def reached(mask: Mask, q_len: int, k_len: int) -> Mask:
 
 def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
     """Rectangles (rows, cols) that cover all visible: each as the pair takes it, or rows to be written out."""
+    if mask.hides_nothing and claims.key_tile is None:
+        return [(slice(0, q_len), slice(0, k_len))]
     if (mask.kinds - claims.masks) & WRITTEN_OUT:
         return [(rows, part) for rows, cols in written_out(mask, q_len, k_len) for part in _tiles(cols, claims)]
     blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)

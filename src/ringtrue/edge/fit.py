@@ -28,7 +28,8 @@ def unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """Undo `_fit` for a gradient: cut the padding, sum over the query heads of a group in float32."""
     if grad is None:
         return None
-    grad = grad[..., : like.shape[-1]]
+    if grad.shape[-1] != like.shape[-1]:
+        grad = grad[..., : like.shape[-1]]
     if grad.shape[2] != like.shape[2]:
         grad = grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=accumulate_dtype(grad.dtype))
     return grad.to(like.dtype)
@@ -45,6 +46,8 @@ def positive(claims: Claims, q: Tensor, options: Options) -> tuple[Tensor, Optio
 
 def lower(mask: Mask, q: Tensor, k: Tensor, claims: Claims) -> Mask:
     """The mask in a form the pair takes: as it is, or its tensors as one additive bias, or all of it as one."""
+    if mask.hides_nothing:
+        return mask
     k_len, dtype = k.shape[1], q.dtype
     wanted = {"accumulate": accumulate_dtype(dtype), "input": dtype}.get(claims.bias_dtype)
     takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
