@@ -196,7 +196,9 @@ def test_autocast_inside_and_around(compiler: str) -> None:
 
 
 def drop(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return rt.attention(q, k, v, dropout_p=0.5), rt.attention(q, k, v, dropout_p=0.5)
+    """The backend is named: what is recomputed outside of a scope is refused once any test has entered one."""
+    out, again = (rt.attention(q, k, v, dropout_p=0.5, backend="auto") for _ in range(2))
+    return out, again
 
 
 def kept(q: Tensor, k: Tensor, v: Tensor) -> Any:
