@@ -111,7 +111,7 @@ def apart(subject: str, number: int, seconds: float) -> tuple[str, str]:
 
 def page(name: str, found: dict[str, dict[str, list[str]]], versions: dict[str, str]) -> str:
     lines = [
-        f"# {name}: the reported calls through other attention",
+        f"# {name}: the reported calls through others",
         "",
         f"`python docs/verified/others.py {name}`",
         "",
