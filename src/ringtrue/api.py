@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -87,7 +88,7 @@ def _run(
     backend: str | OpPair | None,
     parallel: object,
     arguments: Mapping[str, object],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     context = _context(parallel, query, key, value)
     if context is None:
         asked = _asked(backend, query, key, value)
@@ -112,7 +113,7 @@ def _run(
 def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
     """What the call runs under: a context or a declared call of one, or None for this device alone."""
     if parallel is None:
-        return scope.current_context(Described(q, k, v))  # type: ignore[return-value]
+        return scope.current_context(partial(Described, q, k, v))  # type: ignore[return-value]
     if parallel is False:
         return None
     if not hasattr(parallel, "refusing_together"):
@@ -150,7 +151,7 @@ def _meant(asked: str, facts: Facts, call: calls.Call) -> str:
 def _asked(backend: object, q: Tensor, k: Tensor, v: Tensor) -> str | OpPair:
     """The backend of a call: the one passed, else the scope's, else RINGTRUE_BACKEND, else "auto"."""
     if backend is None:  # what is in scope was looked at when it was entered
-        return scope.current_backend(Described(q, k, v)) or select.DEFAULT
+        return scope.current_backend(partial(Described, q, k, v)) or select.DEFAULT
     return backend if isinstance(backend, OpPair) else select.known(backend)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import Mask, OpPair, Options, Wanted
+from .contract import ForwardOut, Mask, OpPair, Options, Wanted
 from .errors import GradientError, message
 
 
@@ -21,26 +22,39 @@ def run(
     wanted: Wanted,
     anchored: bool = False,
     rng: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of one call, attached to the graph when an input wants a gradient.
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of one call, attached to the graph when an input wants a gradient; lse is None where nobody asks.
 
     `anchored` attaches them even when none of this rank's inputs does: its peers' gradients need it in backward.
     `rng` is the random state of dropout. The pair runs with autocast off, in both directions: its inputs are cast.
     """
     if not (anchored or any(wanted)):
-        with as_it_is(q):
-            result = pair.forward(q, k, v, mask, rng, options)
+        result = _forward(pair, q, k, v, mask, rng, options)
         return result.out, result.lse
     anchor = torch.zeros((), requires_grad=True) if anchored else None
-    return _Bridge.apply(q, k, v, mask.bias, anchor, pair, mask, options, rng)
+    given = _Bridge.apply(q, k, v, mask.bias, anchor, (pair, mask, options, rng))
+    return given if type(given) is tuple else (given, None)
+
+
+def _forward(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
+) -> ForwardOut:
+    if _autocast(q):
+        with as_it_is(q):
+            return pair.forward(q, k, v, mask, rng, options)
+    return pair.forward(q, k, v, mask, rng, options)
+
+
+def _autocast(x: Tensor) -> bool:
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def as_it_is(x: Tensor) -> AbstractContextManager[object]:
     """Autocast off, where it is on."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if _autocast(x) else nullcontext()
 
 
 def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
@@ -55,49 +69,66 @@ def refuse_lse_gradient(pair: OpPair, grad_lse: Tensor | None) -> None:
         )
 
 
+Call = tuple[OpPair, Mask, Options, Tensor | None]
+
+
 class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor | None,
-        pair: OpPair,
-        mask: Mask,
-        options: Options,
-        rng: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        with as_it_is(q):
-            result = pair.forward(q, k, v, mask, rng, options)
-        ctx.pair, ctx.options, ctx.bounds = pair, options, (mask.causal, mask.since)
-        out, lse = result.out.data, result.lse.data  # a kernel's transposed view must not forbid in-place use of out
-        inputs = (q, k, v, out, lse) if pair.reads_inputs else (None,) * 5
-        ctx.save_for_backward(*inputs, *mask.tensors, result.rng, *result.saved)
+        ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, anchor: Tensor | None, call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        pair, mask, options, rng = call
+        result = _forward(pair, q, k, v, mask, rng, options)
+        ctx.pair, ctx.options = pair, options
+        ctx.mask = mask if mask.hides_nothing else None
+        # a kernel's transposed view must not forbid in-place use of what is returned
+        out, lse = (x.data if x._is_view() else x for x in result[:2])
         ctx.set_materialize_grads(False)
-        ctx.out_like = result.out.new_empty(0).expand(0), result.out.shape
-        return out, lse
+        both = options.return_lse or pair.claims.double_backward  # a second derivative goes through lse
+        inputs = (q, k, v, out, lse) if pair.reads_inputs else (None,) * 5
+        if ctx.mask is None or result.rng is not None or result.saved:
+            ctx.mask_ends = mask.causal, mask.since
+            ctx.save_for_backward(*inputs, *mask.tensors, result.rng, *result.saved)
+        else:
+            ctx.save_for_backward(*inputs)
+        if both:
+            ctx.out_like = out.shape, out.dtype, out.device
+            return out, lse
+        return out
 
     @staticmethod
-    def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None = None):  # type: ignore[no-untyped-def]
         pair: OpPair = ctx.pair
         refuse_lse_gradient(pair, grad_lse)
         q, k, v, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint unpacks a tensor only once
-        parts, rng, saved = rest[:5], rest[5], tuple(rest[6:])
-        mask = Mask(*parts, *ctx.bounds)
+        mask, rng, saved = ctx.mask, None, ()
+        if rest:
+            mask, rng, saved = Mask(*rest[:5], *ctx.mask_ends), rest[5], tuple(rest[6:])
         if grad_out is None:
-            like, shape = ctx.out_like
-            grad_out = like.new_zeros(shape)
+            shape, dtype, device = ctx.out_like
+            grad_out = torch.zeros(shape, dtype=dtype, device=device)
         wanted = Wanted(*ctx.needs_input_grad[:4])
-        twice = torch.is_grad_enabled() and pair.claims.double_backward  # create_graph=True
-        with torch.set_grad_enabled(twice), as_it_is(grad_out):
-            grads = pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, ctx.options, wanted)
-        kept = tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
-        if torch.is_grad_enabled() and not twice:  # a second derivative must fail loudly, whatever it is taken of
-            anchor = torch.zeros((), requires_grad=True)
-            kept = _NoSecondDerivative.apply(pair.name, kept, anchor, grad_out, grad_lse, q, k, v, mask.bias)
-        return *kept, None, None, None, None, None
+        given = (grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, ctx.options, wanted)
+        if not torch.is_grad_enabled() and not _autocast(grad_out):
+            dq, dk, dv, dbias = pair.backward(*given)
+        else:
+            dq, dk, dv, dbias = _careful_backward(pair, *given)
+        return (
+            dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None,
+            dbias if wanted[3] else None, None, None,
+        )  # fmt: skip
+
+
+def _careful_backward(pair: OpPair, grad_out: Tensor, grad_lse: Tensor | None, *given: Any) -> tuple[Any, ...]:
+    """Backward under autocast, or with create_graph=True, where the pair's own backward may be differentiated again."""
+    twice = torch.is_grad_enabled() and pair.claims.double_backward
+    with torch.set_grad_enabled(twice), as_it_is(grad_out):
+        grads = tuple(pair.backward(grad_out, grad_lse, *given))
+    if torch.is_grad_enabled() and not twice:  # a second derivative must fail loudly, whatever it is taken of
+        q, k, v, mask = given[:4]
+        anchor = torch.zeros((), requires_grad=True)
+        return _NoSecondDerivative.apply(pair.name, grads, anchor, grad_out, grad_lse, q, k, v, mask.bias)
+    return grads
 
 
 class _NoSecondDerivative(torch.autograd.Function):

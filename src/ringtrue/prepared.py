@@ -46,17 +46,18 @@ def key_of(q: object, k: object, v: object, asked: object, arguments: Mapping[st
         return None
     if not (type(dropout_p) is type(softcap) is float and type(scale) in (float, NoneType)) or dropout_p != 0.0:
         return None
-    tensors = (q, k, v)
-    said: list[object] = []
-    for x in tensors:
-        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
-            return None
-        said += x.shape, x.dtype, x.device, x.requires_grad
-    if autocast_dtype(q.device.type) is not None:  # type: ignore[attr-defined]
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return None
-    strict = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    flags = (is_causal, scale, enable_gqa, softcap, return_lse, layout, strict, asked, torch.is_grad_enabled())
-    return *said, *flags
+    if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
+        return None
+    if torch._C._is_any_autocast_enabled() and autocast_dtype(q.device.type) is not None:
+        return None
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.requires_grad, k.requires_grad, v.requires_grad, torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        is_causal, scale, enable_gqa, softcap, return_lse, layout, asked,
+    )  # fmt: skip
 
 
 def find(key: Key | None) -> Prepared | None:

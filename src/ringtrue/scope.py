@@ -79,7 +79,7 @@ def leave_context() -> None:
 
 
 def current_backend(call: object = "") -> str | OpPair | None:
-    """The backend in scope, or None. ScopeError in a recompute that may have lost its scope."""
+    """The backend in scope, or None. ScopeError, with the call (or what `call()` says), in a recompute that lost it."""
     found = _backend.get()
     if found is None:
         _refuse_recompute("backend", 'backend="auto"', call)
@@ -135,7 +135,8 @@ def _refuse_recompute(kind: str, remedy: str, call: object) -> None:
     """Activation checkpointing recomputes after the scope was left, on CUDA in another thread: never silently."""
     if kind in _entered and _recomputing() and not _carried.get():
         problem = f"attention was recomputed during backward outside its {kind} scope"
-        raise ScopeError(message(problem, call=call, remedy=f"use rt.checkpoint, or pass {remedy} to the call itself"))
+        said = call() if callable(call) else call
+        raise ScopeError(message(problem, call=said, remedy=f"use rt.checkpoint, or pass {remedy} to the call itself"))
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:

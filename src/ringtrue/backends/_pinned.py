@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..contract import Reason
+
+
+def op(name: str) -> Any:
+    """The one overload of an aten op, found once, for a packet looks for it at every call; None where it is absent."""
+    packet = getattr(torch.ops.aten, name, None)
+    return None if packet is None else packet.default
 
 
 def moved(schemas: Mapping[str, str]) -> Reason | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from ._pinned import moved
+from ._pinned import moved, op
 
 SCHEMAS = {
     "_scaled_dot_product_cudnn_attention": (
@@ -30,9 +30,12 @@ SCHEMAS = {
 }
 
 
+_forward, _backward = map(op, SCHEMAS)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = _forward(
         *(x.transpose(1, 2) for x in (q, k, v)), mask.dense, True, 0.0, mask.causal is not None, False,
         scale=options.scale,
     )  # fmt: skip
@@ -55,7 +58,7 @@ def backward(
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
     unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    grads = _backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.unsqueeze(-1).contiguous(), unread, unread,
         mask.dense, None, None, q.shape[1], k.shape[1], 0.0, mask.causal is not None, scale=options.scale,
     )  # fmt: skip

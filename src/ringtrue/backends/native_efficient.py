@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from ._pinned import moved
+from ._pinned import moved, op
 
 SCHEMAS = {
     "_scaled_dot_product_efficient_attention": (
@@ -31,9 +31,12 @@ SCHEMAS = {
 LSE_ROWS = 32
 
 
+_forward, _backward = map(op, SCHEMAS)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel, lse cut to the queries there are."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out, lse, *_ = _forward(
         *(x.transpose(1, 2) for x in (q, k, v)), _bias(q, k, mask), True, 0.0, mask.causal is not None,
         scale=options.scale,
     )  # fmt: skip
@@ -57,7 +60,7 @@ def backward(
     """One call of the kernel; lse is padded again as the kernel reads it."""
     unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
     padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf")).contiguous()
-    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    grads = _backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v)), _bias(q, k, mask), out.contiguous().transpose(1, 2),
         padded, unread, unread, 0.0, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from ._pinned import moved
+from ._pinned import moved, op
 
 CPU_SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu": (
@@ -50,10 +50,14 @@ CUDA_SCHEMAS = {
 }
 
 
+_cuda_forward, _cuda_backward = map(op, CUDA_SCHEMAS)
+_cpu_forward, _cpu_backward = map(op, CPU_SCHEMAS)
+
+
 def cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, scale=options.scale
+    out, lse, *_ = _cuda_forward(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, mask.causal is not None, scale=options.scale
     )
     return ForwardOut(out.transpose(1, 2), lse)
 
@@ -74,7 +78,7 @@ def cuda_backward(
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
     unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    grads = _cuda_backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None, q.shape[1], k.shape[1],
         0.0, mask.causal is not None, unread, unread, scale=options.scale,
     )  # fmt: skip
@@ -83,9 +87,10 @@ def cuda_backward(
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
     """One call of the kernel; it wants (B, H, S, D), which is the same memory with two strides swapped."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, mask.causal is not None, attn_mask=mask.dense, scale=options.scale
-    )
+    out, lse = _cpu_forward(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, mask.causal is not None, attn_mask=mask.dense,
+        scale=options.scale,
+    )  # fmt: skip
     return ForwardOut(out.transpose(1, 2), lse)
 
 
@@ -104,20 +109,16 @@ def cpu_backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
-    inputs: tuple[Tensor, ...] = (grad_out, q, k, v, out)
-    if _long(q, k):
-        inputs = tuple(x.float() for x in inputs)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in inputs),
-        lse,
-        0.0,
-        mask.causal is not None,
-        attn_mask=mask.dense,
-        scale=options.scale,
-    )
-    if _long(q, k):
-        grads = tuple(x.to(q.dtype) for x in grads)
-    return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
+    dtype, long = q.dtype, _long(q, k)
+    if long:
+        grad_out, q, k, v, out = (x.float() for x in (grad_out, q, k, v, out))
+    dq, dk, dv = _cpu_backward(
+        grad_out.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2), lse,
+        0.0, mask.causal is not None, attn_mask=mask.dense, scale=options.scale,
+    )  # fmt: skip
+    if long:
+        dq, dk, dv = (x.to(dtype) for x in (dq, dk, dv))
+    return Grads(*(x.transpose(1, 2) if w else None for x, w in zip((dq, dk, dv), wanted[:3], strict=True)))
 
 
 def _long(q: Tensor, k: Tensor) -> bool:

@@ -20,7 +20,7 @@ from ..level import level
 from ..masks import live_rows
 from ..merge import merge
 from .blocks import blocks_of, reached, whole
-from .fit import fit, inner, lower, pad, positive, unfit, unlower
+from .fit import as_is, fit, inner, lower, pad, positive, unfit, unlower
 from .through_lse import plus, through_lse
 
 
@@ -53,6 +53,8 @@ def widened(claims: Claims) -> Claims:
 def _forward(
     pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
 ) -> ForwardOut:
+    if as_is(pair.claims, mask, options, q, k, v):
+        return pair.forward(q, k, v, mask, rng, options)
     if _empty(q, k):
         return ForwardOut(*_nothing(q, v), rng)
     mask = reached(mask, q.shape[1], k.shape[1])
@@ -84,6 +86,8 @@ def _backward(
     options: Options,
     wanted: Wanted,
 ) -> Grads:
+    if grad_lse is None and as_is(pair.claims, mask, options, q, k, v, grad_out, out):
+        return pair.backward(grad_out, None, q, k, v, mask, out, lse, rng, saved, options, wanted)
     if _empty(q, k):
         like = (q, k, v, mask.bias)
         return Grads(*(torch.zeros_like(x) if w and x is not None else None for x, w in zip(like, wanted, strict=True)))

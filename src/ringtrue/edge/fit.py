@@ -13,6 +13,25 @@ from ..masks import dense_bias, whole_bias
 from .blocks import WRITTEN_OUT
 
 
+def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v: Tensor, *outer: Tensor) -> bool:
+    """Whether a call is without a mask, not empty, and such as the pair takes it, as most calls of transformers are."""
+    batch, q_len, heads, dim = q.shape
+    _, k_len, kv_heads, value_dim = v.shape
+    if not (mask.hides_nothing and batch and q_len and heads and k_len):
+        return False
+    if (heads != kv_heads and not claims.gqa) or (dim != value_dim and not claims.value_dim):
+        return False
+    multiple, tile = claims.head_dim_multiple, claims.key_tile
+    if multiple > 1 and (dim % multiple or value_dim % multiple):
+        return False
+    if (tile is not None and k_len % (2 * tile) == tile) or (options.scale <= 0 and not claims.any_scale):
+        return False
+    for x in () if claims.any_strides else (q, k, v, *outer):
+        if x.stride(3) != 1 or (claims.stride_multiple > 1 and _misplaced(x, claims.stride_multiple)):
+            return False
+    return True
+
+
 def fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as the kernel takes them: one key head per query head, widths it knows, last dim contiguous."""
     if not claims.gqa and k.shape[2] != q.shape[2]:
