@@ -127,7 +127,7 @@ def test_a_model_that_is_collected_while_another_compiles() -> None:
 def on_process(rank: int, world: int) -> list[Step]:
     """Ulysses with compiled blocks, a ring with a compiled model; each twice, the second time from compiled code."""
     results = []
-    for degrees, model in (((2, 1), shallow(single=0)), ((1, 2), shallow(double=0))):
+    for degrees, model in (((2, 1), shallow()), ((1, 2), shallow(double=0))):
         torch._dynamo.reset()
         cp = ours.parallelize(model, rt.ContextParallelConfig(*degrees))
         compiling = model.compile_repeated_blocks if degrees == (2, 1) else model.compile
@@ -137,7 +137,7 @@ def on_process(rank: int, world: int) -> list[Step]:
 
 
 def test_under_a_context(pool: Pool) -> None:
-    ulysses, ring = (step(model, masked(7, 5)) for model in (shallow(single=0), shallow(double=0)))
+    ulysses, ring = (step(model, masked(7, 5)) for model in (shallow(), shallow(double=0)))
     found = zip(*pool.run(on_process, 2, timeout=300), strict=True)
     for steps, expected in zip(found, (ulysses, ulysses, ring, ring), strict=True):
         assert error(together(list(steps)), expected) < 1e-12
