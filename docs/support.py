@@ -1,7 +1,7 @@
-"""Write the support table of README.md from what the backends claim: `python docs/support.py`.
+"""Write the support table of README.md from what the backends claim, and docs/faults.md: `python docs/support.py`.
 
-It says nothing about the machine it is written on; `ringtrue backends` does. tests/test_support.py fails when README
-and claims differ.
+They say nothing about the machine they are written on; `ringtrue backends` does. tests/test_support.py fails when one
+of them differs from claims or faults.
 """
 
 from __future__ import annotations
@@ -11,10 +11,24 @@ from pathlib import Path
 
 import ringtrue as rt
 from ringtrue.cli import claims
+from ringtrue.faults import FAULTS
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN = "<!-- support: written by docs/support.py -->\n"
 END = "<!-- end of support -->\n"
+FAULTS_PAGE = README.parent / "docs" / "faults.md"
+FAULTS_HEAD = """# Known faults of the kernels we call
+
+Written by docs/support.py from `src/ringtrue/faults.py`. **avoid**: the call is put so that the fault cannot show.
+**pad**: the call is made larger, and the rest cut off. **guard**: the result is checked once per signature against
+another kernel. **refuse**: a claim leaves it out. A link goes to the report, or to the nearest one where we know of
+none. On a GPU `tests/test_faults_cuda.py` shows that the faults are still there without what is done about them.
+
+torch's cuDNN fault in fifteen lines: [cudnn_backward_cache.py](cudnn_backward_cache.py).
+
+| backend | device | seen on | what happens | what is done, and where | |
+| -- | -- | -- | -- | -- | -- |
+"""
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 
 
@@ -42,6 +56,16 @@ def written(text: str, supports: Iterable[rt.Support]) -> str:
     return before + BEGIN + table(supports) + END + rest.split(END)[1]
 
 
+def faults_page() -> str:
+    """docs/faults.md: every known fault of a kernel, and what is done about it."""
+    rows = [
+        f"| `{f.backend}` | {DEVICES[f.device]} | {f.seen} | {f.what} "
+        f"| {f.action}: `{f.where}` | [report]({f.link}) |\n"
+        for f in FAULTS
+    ]
+    return FAULTS_HEAD + "".join(rows)
+
+
 def _marked(cell: str) -> str:
     """Names of the library as code."""
     for name in (*claims.MASKS.values(), "backend_options"):
@@ -51,4 +75,5 @@ def _marked(cell: str) -> str:
 
 
 if __name__ == "__main__":
+    FAULTS_PAGE.write_text(faults_page(), "utf-8")
     README.write_text(written(README.read_text("utf-8"), rt.backends()), "utf-8")

@@ -73,6 +73,10 @@ def test_no_claim_can_change_unseen(field: str) -> None:
         assert support.table(seen) != support.table(rt.backends()), (found.name, field)
 
 
+def test_the_faults_have_the_table_of_today() -> None:
+    assert support.faults_page() == support.FAULTS_PAGE.read_text("utf-8")
+
+
 @pytest.mark.parametrize("text", ["", support.BEGIN, support.END, (support.BEGIN + support.END) * 2])
 def test_a_readme_without_its_markers_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="marker"):

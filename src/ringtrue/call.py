@@ -122,6 +122,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         dropout=options.dropout_p > 0,
         softcap=options.softcap > 0,
         deterministic=options.deterministic,
+        deterministic_switch=torch.are_deterministic_algorithms_enabled(),
         needs_lse=options.return_lse,
         options=frozenset(name for name, _ in options.extra),
     )

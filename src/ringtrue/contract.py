@@ -167,6 +167,7 @@ class Claims:
                        `edge` copies (a kernel that loads 16 bytes at a time dies of a misaligned address)
     backward_from_lse  backward is right for an out and lse that came from more keys
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
+    deterministic_by_switch  backward is deterministic where torch.use_deterministic_algorithms(True) is on
     double_backward    backward is itself differentiable by autograd
     arithmetic         "float32" (weights stay in float32 or wider) or "16-bit" (weights are rounded to q's dtype)
     """
@@ -192,6 +193,7 @@ class Claims:
     dlse: bool = False
     double_backward: bool = False
     deterministic: bool = True
+    deterministic_by_switch: bool = False
     arithmetic: Literal["float32", "16-bit"] = "float32"
     options: frozenset[str] = frozenset()
 
@@ -248,6 +250,7 @@ class Facts:
     dropout: bool = False
     softcap: bool = False
     deterministic: bool = False
+    deterministic_switch: bool = False
     needs_lse: bool = False
     from_lse: bool = False
     options: frozenset[str] = frozenset()

@@ -55,7 +55,7 @@ def key_of(q: object, k: object, v: object, asked: object, arguments: Mapping[st
     return (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.requires_grad, k.requires_grad, v.requires_grad, torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        torch.are_deterministic_algorithms_enabled(), deterministic,
         is_causal, scale, enable_gqa, softcap, return_lse, layout, asked,
     )  # fmt: skip
 

@@ -76,8 +76,9 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             "no-backward-from-lse", "its backward needs its own forward's lse", "no ring", "ring", "use Ulysses",
         ),
         (
-            facts.deterministic and training and not claims.deterministic,
-            "not-deterministic", "its backward is not deterministic", "deterministic=False", "deterministic=True", "",
+            facts.deterministic and training and not _deterministic(claims, facts),
+            "not-deterministic", "its backward is not deterministic", "deterministic=False", "deterministic=True",
+            "torch.use_deterministic_algorithms(True)" if claims.deterministic_by_switch else "",
         ),
         (bool(unknown), "unknown-option", "has no such option", _list(claims.options) or "none", _list(unknown), ""),
     )  # fmt: skip
@@ -160,6 +161,10 @@ def refusal(name: str, trace: Trace, others: list[str], call: object) -> Unsuppo
     problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
     remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
+
+
+def _deterministic(claims: Claims, facts: Facts) -> bool:
+    return claims.deterministic or (claims.deterministic_by_switch and facts.deterministic_switch)
 
 
 def _rounds(facts: Facts) -> bool:

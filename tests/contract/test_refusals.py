@@ -94,6 +94,7 @@ NOT_REFUSED = {
     "any_scale": "the edge moves the sign into q",
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",
+    "deterministic_by_switch": "widens `deterministic`, see below",
     "any_strides": "the edge makes it contiguous",
     "dlse": "known only in backward, when somebody asks for it: an error there",
     "double_backward": "known only in the backward of backward: an error there",
@@ -150,3 +151,20 @@ def test_each_limit_is_tried_and_can_be_seen_to_fail(claim: str, monkeypatch: py
     for attempt in found:
         with pytest.raises(pytest.fail.Exception, match="a kernel ran"):
             attempt(pair)
+
+
+def test_a_kernel_that_torchs_switch_makes_deterministic_is_taken_under_it() -> None:
+    attempt = call(grad=True, deterministic=True)
+    never = unreachable("never", deterministic=False)
+    switched = unreachable("switched", deterministic=False, deterministic_by_switch=True)
+    for pair, remedy in ((never, ""), (switched, "torch.use_deterministic_algorithms(True)")):
+        with refused(rt.UnsupportedError, f"{pair.name}: [not-deterministic]", remedy):
+            attempt(pair)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with refused(rt.UnsupportedError, "never: [not-deterministic]"):
+            attempt(never)
+        with pytest.raises(pytest.fail.Exception, match="a kernel ran"):
+            attempt(switched)
+    finally:
+        torch.use_deterministic_algorithms(False)

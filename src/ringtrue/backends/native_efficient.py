@@ -82,6 +82,7 @@ CLAIMS = Claims(
     value_dim=True,
     dbias=True,
     deterministic=False,
+    deterministic_by_switch=True,
     arithmetic="16-bit",
 )
 BACKEND = Backend(

@@ -142,6 +142,7 @@ CUDA_CLAIMS = Claims(
     any_scale=False,
     stride_multiple=8,
     deterministic=False,
+    deterministic_by_switch=True,
     arithmetic="16-bit",
 )
 BACKEND = Backend(

@@ -88,7 +88,7 @@ def _rows() -> list[tuple[str, Read]]:
         "dbias": ("gradient of a float mask", lambda c: _said(c.dbias)),
         "dlse": ("gradient of the log-sum-exp", lambda c: _said(c.dlse)),
         "backward_from_lse": ("context parallelism", lambda c: "Ulysses, Ring" if _rings(c) else "Ulysses"),
-        "deterministic": ("deterministic backward", lambda c: _said(c.deterministic)),
+        "deterministic": ("deterministic backward", _deterministic),
         "arithmetic": ("softmax weights kept in", lambda c: ARITHMETIC.get(str(c.arithmetic), str(c.arithmetic))),
         "options": ("backend_options", lambda c: _joined(c.options, {})),
     }
@@ -102,9 +102,14 @@ def _bias_dtype(claims: rt.Claims) -> str:
     return BIAS.get(str(claims.bias_dtype), str(claims.bias_dtype)) if takes else "none"
 
 
+def _deterministic(claims: rt.Claims) -> str:
+    kinds = ("yes" if claims.deterministic else "", "by torch's switch" if claims.deterministic_by_switch else "")
+    return ", ".join(filter(None, kinds)) or "no"
+
+
 def _made_alike(field: str) -> bool:
-    """Whether the edge makes every pair the same in this: strides, signs, sizes in multiples of something."""
-    return field.startswith("any_") or field.endswith(("_multiple", "_tile"))
+    """Whether the edge makes every pair the same in this (strides, signs, multiples), or another row has it."""
+    return field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch"))
 
 
 def _rings(claims: rt.Claims) -> bool:
