@@ -1,8 +1,8 @@
 """Run what needs GPUs and write it down: `python docs/verified/verify.py NAME` makes NAME.json and NAME.md beside it.
 
-Runs the tests marked gpu and multi_gpu, then the demo on CUDA in float32 and bfloat16 under every mode that the GPUs
-here allow, then both benches, and keeps the numbers, the versions and the commit they belong to (`--commit` where git
-is not there).
+Runs both benches, then the tests marked gpu and multi_gpu (`--jobs` at once, with pytest-xdist), then the demo on CUDA in
+float32 and bfloat16 under every mode that the GPUs here allow (none with one GPU), and keeps the numbers, the versions
+and the commit they belong to (`--commit` where git is not there).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def versions(commit: str) -> dict[str, str]:
     }
 
 
-def tests(folder: str) -> dict[str, Any]:
+def tests(folder: str, jobs: int) -> dict[str, Any]:
     """The tests that need GPUs, per file: passed, skipped, failed."""
     report = f"{folder}/tests.xml"
     command = [
@@ -49,13 +49,18 @@ def tests(folder: str) -> dict[str, Any]:
         f"--junitxml={report}",
         "-p",
         "no:cacheprovider",
+        *(("-n", str(jobs), "--dist", "loadscope") if jobs > 1 else ()),
     ]
     code = subprocess.run([*command, "tests"], check=False).returncode
     files: dict[str, Counter[str]] = {}
+    figures = {}
     for case in ElementTree.parse(report).iter("testcase"):
+        for found in case.iter("property"):
+            figures[f"{case.get('name')}: {found.get('name')}"] = found.get("value")
         state = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         files.setdefault(case.get("classname", "").replace(".", "/") + ".py", Counter())[state] += 1
-    return {"exit_code": code, "files": {name: dict(count) for name, count in sorted(files.items())}}
+    counts = {name: dict(count) for name, count in sorted(files.items())}
+    return {"exit_code": code, "files": counts, "figures": figures}
 
 
 def demo(folder: str, dtype: str, modes: str) -> dict[str, Any]:
@@ -114,6 +119,9 @@ def page(name: str, found: dict[str, Any]) -> str:
     for file, count in found["tests"]["files"].items():
         failed = count.get("failure", 0) + count.get("error", 0)
         lines.append(f"| {file} | {count.get('passed', 0)} | {count.get('skipped', 0)} | {failed} |")
+    lines += ["", *(f"- {name} {value}" for name, value in found["tests"]["figures"].items())]
+    if not found["demo"]:
+        return "\n".join([*lines, "", "No demo: it takes two GPUs.", *bench_page(found["bench"])]) + "\n"
     lines += ["", "The demo on CUDA, worst relative parameter gradient error against the float64 model:", ""]
     lines += [
         "| dtype | run | gradient error | x yardstick | forward error | loss off by | within |",
@@ -142,14 +150,16 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     commit = options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     modes = "ulysses2,ring2" + (",2x2" if torch.cuda.device_count() >= 4 else "")
     with tempfile.TemporaryDirectory() as folder:
         found = {"versions": versions(commit), "demo": {}}
-        found["demo"] = {dtype: demo(folder, dtype, modes) for dtype in ("float32", "bfloat16")}
-        found["tests"] = tests(folder)
-        found["bench"] = {which: bench(folder, which) for which in ("pair", "overhead")}
+        found["bench"] = {which: bench(folder, which) for which in ("pair", "overhead")}  # first: nothing else runs
+        found["tests"] = tests(folder, options.jobs)
+        if torch.cuda.device_count() > 1:
+            found["demo"] = {dtype: demo(folder, dtype, modes) for dtype in ("float32", "bfloat16")}
     (options.out / f"{options.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     (options.out / f"{options.name}.md").write_text(page(options.name, found), "utf-8")
     print(page(options.name, found))
