@@ -1,6 +1,6 @@
 """Run what needs GPUs and write it down: `python docs/verified/verify.py NAME` makes NAME.json and NAME.md beside it.
 
-Runs both benches, then the tests marked gpu and multi_gpu (`--jobs` at once, with pytest-xdist), then the demo on CUDA in
+Runs both benches, then the tests marked gpu and multi_gpu (`--jobs` at once, by pytest-xdist), then the demo on CUDA in
 float32 and bfloat16 under every mode that the GPUs here allow (none with one GPU), and keeps the numbers, the versions
 and the commit they belong to (`--commit` where git is not there).
 """
@@ -49,7 +49,14 @@ def tests(folder: str, jobs: int) -> dict[str, Any]:
         f"--junitxml={report}",
         "-p",
         "no:cacheprovider",
-        *(("-n", str(jobs), "--dist", "loadscope") if jobs > 1 else ()),
+        *(
+            (
+                "-n",
+                str(jobs),
+            )
+            if jobs > 1
+            else ()
+        ),
     ]
     code = subprocess.run([*command, "tests"], check=False).returncode
     files: dict[str, Counter[str]] = {}
