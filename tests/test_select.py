@@ -13,7 +13,7 @@ import ringtrue as rt
 from calls import EVERYTHING, HERE, backend_of, qkv, refused, unreachable
 from calls import one_thread as one_thread
 from ringtrue import api, prepared, select
-from ringtrue.contract import Backend, Facts, OpPair, Reason, Wanted
+from ringtrue.contract import Backend, Claims, Facts, OpPair, Reason, Wanted
 
 PLAIN = Facts("cpu", torch.float32, batch=2, q_len=6, k_len=5, heads=4, kv_heads=4, head_dim=8, value_dim=8)
 Q, K, V = qkv(6, 5)
@@ -188,3 +188,10 @@ def test_the_second_identical_call_looks_nothing_up(install: Install) -> None:
     assert asked == ["cpu"]
     rt.attention(Q.double(), K.double(), V.double())
     assert asked == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(("seen", "codes"), [((7, 5), ["compute-capability"]), ((8, 0), []), ((9, 0), []), (None, [])])
+def test_an_older_gpu_is_a_reason(seen: tuple[int, int] | None, codes: list[str]) -> None:
+    facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, capability=seen)
+    claims = Claims(frozenset({torch.bfloat16}), min_capability=(8, 0))
+    assert [reason.code for reason in select.reasons_against(claims, facts)] == codes

@@ -123,6 +123,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         softcap=options.softcap > 0,
         deterministic=options.deterministic,
         deterministic_switch=torch.are_deterministic_algorithms_enabled(),
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         needs_lse=options.return_lse,
         options=frozenset(name for name, _ in options.extra),
     )

@@ -158,6 +158,7 @@ class Claims:
                        that would be rounded to it is refused) or "any"
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
                        "none"; `edge` splits the others
+    min_capability     the first compute capability of a CUDA device that it runs on; None = any
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
@@ -176,6 +177,7 @@ class Claims:
     masks: frozenset[str] = frozenset()
     bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
     causal: Literal["offset", "top_left", "bottom_right", "none"] = "none"
+    min_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     gqa: bool = False
@@ -251,6 +253,7 @@ class Facts:
     softcap: bool = False
     deterministic: bool = False
     deterministic_switch: bool = False
+    capability: tuple[int, int] | None = None  # of the CUDA device, where there is one
     needs_lse: bool = False
     from_lse: bool = False
     options: frozenset[str] = frozenset()

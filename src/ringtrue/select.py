@@ -59,6 +59,10 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             claims.max_head_dim is not None and max(facts.head_dim, facts.value_dim) > claims.max_head_dim,
             "head-dim", "head dim is too large", claims.max_head_dim, max(facts.head_dim, facts.value_dim), "",
         ),
+        (
+            None not in (claims.min_capability, facts.capability) and facts.capability < claims.min_capability,  # type: ignore[operator]
+            "compute-capability", "does not run on this GPU", f"from {claims.min_capability} on", facts.capability, "",
+        ),
         (facts.dropout and not claims.dropout, "no-dropout", "has no dropout yet", "dropout_p = 0", "> 0", "drop it"),
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap yet", "softcap = 0", "> 0", "drop it"),
         (

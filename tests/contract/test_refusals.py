@@ -94,6 +94,7 @@ NOT_REFUSED = {
     "any_scale": "the edge moves the sign into q",
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",
+    "min_capability": "a matter of the device, see test_select.py",
     "deterministic_by_switch": "widens `deterministic`, see below",
     "any_strides": "the edge makes it contiguous",
     "dlse": "known only in backward, when somebody asks for it: an error there",

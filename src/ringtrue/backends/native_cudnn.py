@@ -71,6 +71,7 @@ CLAIMS = Claims(
     bias_dtype="input",
     stride_multiple=8,
     causal="top_left",
+    min_capability=(8, 0),
     max_head_dim=128,
     head_dim_multiple=8,
     gqa=True,

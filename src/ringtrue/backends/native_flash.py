@@ -136,6 +136,7 @@ CPU_CLAIMS = Claims(
 CUDA_CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
     causal="bottom_right",
+    min_capability=(8, 0),
     max_head_dim=256,
     head_dim_multiple=8,
     gqa=True,

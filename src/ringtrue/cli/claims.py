@@ -78,6 +78,7 @@ def _rows() -> list[tuple[str, Read]]:
         "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
         "bias_dtype": ("dtype of a float mask", _bias_dtype),
         "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
+        "min_capability": ("compute capability", _capability),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", lambda c: "any" if c.max_head_dim is None else f"up to {c.max_head_dim}"),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
@@ -100,6 +101,11 @@ def _rows() -> list[tuple[str, Read]]:
 def _bias_dtype(claims: rt.Claims) -> str:
     takes = {"dense_float", "key_bias"} & claims.masks
     return BIAS.get(str(claims.bias_dtype), str(claims.bias_dtype)) if takes else "none"
+
+
+def _capability(claims: rt.Claims) -> str:
+    first = claims.min_capability
+    return "any" if first is None else f"from {first[0]}.{first[1]} on"
 
 
 def _deterministic(claims: rt.Claims) -> str:
