@@ -8,6 +8,7 @@ import pytest
 
 import ringtrue as rt
 from gloo import Pool
+from ringtrue import scope
 
 
 @pytest.hookimpl(wrapper=True)
@@ -26,6 +27,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if refused and "these can: " in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.fixture(autouse=True)
+def nothing_entered_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is a process in which no scope was ever entered: that decides what a recompute may do."""
+    monkeypatch.setattr(scope, "_entered", set())
 
 
 @pytest.fixture(scope="session")
