@@ -142,17 +142,17 @@ def main() -> int:
         print(json.dumps(one(options.one[0], int(options.one[1]))))
         return 0
     found: dict[str, dict[str, list[str]]] = {}
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for subject in options.subjects.split(","):
-            outcomes = pool.map(lambda n, s=subject: apart(s, n, options.seconds), range(len(NAMES)))
-            found[subject] = {str(n): list(outcome) for n, outcome in enumerate(outcomes)}
     versions = {
         "commit": options.commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cudnn": str(torch.backends.cudnn.version()),
     }  # fmt: skip
-    report = {"versions": versions, "calls": NAMES, "found": found}
-    (options.out / f"{options.name}.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    (options.out / f"{options.name}.md").write_text(page(options.name, found, versions), "utf-8")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for subject in options.subjects.split(","):
+            outcomes = pool.map(lambda n, s=subject: apart(s, n, options.seconds), range(len(NAMES)))
+            found[subject] = {str(n): list(outcome) for n, outcome in enumerate(outcomes)}
+            report = {"versions": versions, "calls": NAMES, "found": found}
+            (options.out / f"{options.name}.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            (options.out / f"{options.name}.md").write_text(page(options.name, found, versions), "utf-8")
     print(page(options.name, found, versions))
     return 0
 

@@ -123,10 +123,10 @@ def page(name: str, found: dict[str, Any]) -> str:
     lines = [f"# {name}", "", "`python docs/verified/verify.py " + name + "`", ""]
     lines += [f"- {key}: {value}" for key, value in found["versions"].items()]
     lines += ["", "| tests | passed | skipped | failed |", "| -- | -- | -- | -- |"]
-    for file, count in found["tests"]["files"].items():
+    for file, count in found["tests"].get("files", {}).items():
         failed = count.get("failure", 0) + count.get("error", 0)
         lines.append(f"| {file} | {count.get('passed', 0)} | {count.get('skipped', 0)} | {failed} |")
-    lines += ["", *(f"- {name} {value}" for name, value in found["tests"]["figures"].items())]
+    lines += ["", *(f"- {name} {value}" for name, value in found["tests"].get("figures", {}).items())]
     if not found["demo"]:
         return "\n".join([*lines, "", "No demo: it takes two GPUs.", *bench_page(found["bench"])]) + "\n"
     lines += ["", "The demo on CUDA, worst relative parameter gradient error against the float64 model:", ""]
@@ -148,6 +148,11 @@ def page(name: str, found: dict[str, Any]) -> str:
     return "\n".join([*lines, *bench_page(found["bench"])]) + "\n"
 
 
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    (folder / f"{name}.md").write_text(page(name, found), "utf-8")
+
+
 def _number(run: dict[str, Any], key: str) -> str:
     return f"{float(run[key]):.2e}"
 
@@ -162,13 +167,15 @@ def main() -> int:
     commit = options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     modes = "ulysses2,ring2" + (",2x2" if torch.cuda.device_count() >= 4 else "")
     with tempfile.TemporaryDirectory() as folder:
-        found = {"versions": versions(commit), "demo": {}}
-        found["bench"] = {which: bench(folder, which) for which in ("pair", "overhead")}  # first: nothing else runs
+        found = {"versions": versions(commit), "bench": {}, "tests": {}, "demo": {}}
+        for which in ("pair", "overhead"):  # first, while nothing else runs
+            found["bench"][which] = bench(folder, which)
+        write(options.out, options.name, found)  # a lease may end in the middle
         found["tests"] = tests(folder, options.jobs)
+        write(options.out, options.name, found)
         if torch.cuda.device_count() > 1:
             found["demo"] = {dtype: demo(folder, dtype, modes) for dtype in ("float32", "bfloat16")}
-    (options.out / f"{options.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    (options.out / f"{options.name}.md").write_text(page(options.name, found), "utf-8")
+            write(options.out, options.name, found)
     print(page(options.name, found))
     return 0
 

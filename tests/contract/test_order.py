@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from contract.bridges import operator_pair
 from contract.subjects import SUBJECTS, Subject, parameters
 from mutants.memories import MEMORIES
 from ringtrue.audit.order import orders, run
@@ -38,9 +39,12 @@ def test_a_call_does_not_depend_on_what_ran_before(subject: Subject, dtype: torc
 
 @EVERY
 @pytest.mark.parametrize("name", MEMORIES)
-def test_a_memory_is_found(subject: Subject, name: str) -> None:
+@pytest.mark.parametrize("bridge", ["eager", "compiled"])
+def test_a_memory_is_found(subject: Subject, name: str, bridge: str) -> None:
     memory = MEMORIES[name]
     if not memory.needs(subject.pair.claims):
         pytest.skip(f"{subject} does not claim what this memory would keep")
     dtype = min(subject.pair.claims.dtypes, key=str)
-    assert next(broken(memory.make(subject.pair), subject.device, dtype), None)
+    pair = memory.make(subject.pair)
+    pair = pair if bridge == "eager" else operator_pair(pair)
+    assert next(broken(pair, subject.device, dtype), None)
