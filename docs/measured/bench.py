@@ -1,4 +1,4 @@
-"""Draw what our layers cost beside the kernel: `python docs/measured/bench.py docs/verified/NAME.json` writes bench.svg.
+"""Draw what our layers cost beside the kernel: `python docs/measured/bench.py docs/verified/NAME.json`, to bench.svg.
 
 Two bars a kernel and shape, forward and backward: ringtrue, and the same kernel called through torch.
 """

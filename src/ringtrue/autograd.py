@@ -91,10 +91,8 @@ class _Bridge(torch.autograd.Function):
             ctx.save_for_backward(*inputs, *mask.tensors, result.rng, *result.saved)
         else:
             ctx.save_for_backward(*inputs)
-        if both:
-            ctx.out_like = out.shape, out.dtype, out.device
-            return out, lse
-        return out
+        ctx.out_like = out.shape, out.dtype, out.device
+        return (out, lse) if both else out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None = None):  # type: ignore[no-untyped-def]
