@@ -83,13 +83,48 @@ def test_a_signature_is_checked_once() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_what_tells_nothing_is_not_taken_for_a_check(value: float) -> None:
-    q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
-    backward(guarded(MATH, MATH), q, k, v, torch.full(q.shape, value), Mask())
-    assert faults._checked.layouts == {}
-    backward(guarded(MATH, MATH), q, k, v, torch.randn(q.shape), Mask())
-    assert len(faults._checked.layouts) == 1
+@pytest.mark.parametrize("upstream", [torch.ones_like, torch.zeros_like, lambda g: g * 1e-23, lambda g: g * torch.nan])
+def test_a_first_call_that_hides_the_fault_proves_nothing(upstream: Layout) -> None:
+    """out.sum().backward(): a grad_out of ones is the same in any order."""
+    q, k, v = qkv(6, 6, 4, 4, 8, 8, dtype=torch.float32)
+    faulty, g = first_strides("grad_out")(MATH), torch.randn(q.shape)
+    backward(faulty, q, k, v, heads_outermost(g), Mask())
+    pair = guarded(faulty, MATH)
+    backward(pair, q, k, v, upstream(g), Mask())
+    assert close(backward(pair, q, k, v, g, Mask()), backward(MATH, q, k, v, g, Mask()))
+
+
+@pytest.mark.parametrize("form", [tokens_outermost, heads_outermost, lambda x: x[:, :, :1].expand(x.shape)])
+def test_the_check_draws_tensors_of_the_same_form_and_no_random_number_of_the_user(form: Layout) -> None:
+    q, k, v = (form(x) for x in qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32))
+    seen: list[tuple[object, ...]] = []
+
+    def noted(*args: Any) -> Grads:
+        seen.append(tuple((x.shape, x.stride(), x.dtype) for x in args[2:5]))
+        return MATH.backward(*args)
+
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    backward(guarded(replace(MATH, backward=noted), MATH), q, k, v, torch.ones(q.shape), Mask())
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert len(set(seen)) == 1
+    assert len(seen) == 2
+
+
+def test_small_gradients_of_half_precision_are_no_fault() -> None:
+    q, k, v = qkv(16, 16, 4, 4, 8, 8, dtype=torch.float16)
+    flash = rt.op_pair("native_flash", "cpu")
+    grads = backward(guarded(flash, MATH), q, k, v, torch.randn(q.shape).half() * 1e-6, Mask())
+    assert all(x is None or x.isfinite().all() for x in grads)
+
+
+def test_what_was_checked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "LIMIT", 3)
+    pair = guarded(MATH, MATH)
+    for length in range(2, 9):
+        q, k, v = qkv(length, 5, 4, 4, 8, 8, dtype=torch.float32)
+        backward(pair, q, k, v, torch.randn(q.shape), Mask())
+        assert 0 < len(faults._checked.layouts) <= 3
 
 
 def wrong(part: str, by: Callable[[Tensor], Tensor]) -> OpPair:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import ringtrue as rt
-from calls import EVERY_BACKEND, eager, like, one_thread, qkv
+from calls import EVERY_BACKEND, HERE, assert_close, eager, like, one_thread, qkv
+from ringtrue.contract import Mask, Options
+from ringtrue.edge import edge
 
 LOWEST = torch.finfo(torch.float32).min
 TOKENS = 6
@@ -74,3 +77,42 @@ def test_one_column_over_no_key(backend: str) -> None:
     q, k, v = qkv(3, 0)
     mask = rt.Dense(torch.zeros(1, 1, 1, 1)) & rt.KeyPadding(torch.ones(2, 0, dtype=torch.bool))
     assert not rt.attention(q, k, v, mask, backend=backend).any()
+
+
+@pytest.mark.parametrize("backend", [*(b.name for b in HERE), "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["rows, bottom right", "left padding, bottom right", "left padding, window"])
+def test_a_flat_row_whose_keys_come_in_several_blocks_is_the_mean_of_all(
+    backend: str, dtype: torch.dtype, kind: str
+) -> None:
+    """A causal offset, a window or a kernel's tile cuts the keys, and equal lse cannot say how many each part has."""
+    q, k, v = qkv(5, 9, 2, 2, 8, 8, dtype=dtype)
+    bias = torch.zeros(5, 9)
+    if kind.startswith("rows"):
+        bias[:2] = LOWEST
+        mask = rt.Causal("bottom_right") & bias
+    else:
+        bias = torch.zeros(2, 9)
+        bias[:, :6] = LOWEST
+        mask = (rt.Window(20, 1) if "window" in kind else rt.Causal("bottom_right")) & rt.KeyBias(bias)
+    visible = torch.ones(5, 9).tril(1 if "window" in kind else 4).bool()
+    row = bias[:, None, None] if bias.shape[0] == 2 else bias
+    leaves, wide = ([x.detach().to(d).requires_grad_() for x in (q, k, v)] for d in (dtype, torch.float64))
+    scores = torch.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) / 8**0.5 + row.double()
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), wide[2])
+    out, lse = rt.attention(*leaves, mask, backend=backend, return_lse=True)
+    assert_close(out, expected)
+    assert torch.allclose(lse.double(), scores.masked_fill(~visible, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-2)
+    g = like(expected)
+    for a, b in zip(torch.autograd.grad(out, leaves, g.to(dtype)), torch.autograd.grad(expected, wide, g), strict=True):
+        assert_close(a, b)
+
+
+def test_the_same_on_a_kernel_that_takes_keys_in_tiles() -> None:
+    q, k, v = (x.double() for x in qkv(5, 6, 2, 2, 8, 8))
+    plain = next(b for b in HERE if b.name == "native_math").pairs["cpu"]
+    pair = edge(replace(plain, claims=replace(plain.claims, key_tile=2)))
+    bias = torch.zeros(1, 1, 5, 6, dtype=torch.float64)
+    bias[:, :, 1] = -1e30
+    result = pair.forward(q, k, v, Mask(dense=bias), None, Options(0.3))
+    assert torch.allclose(result.out[:, 1], v.mean(1), atol=1e-9)

@@ -17,10 +17,13 @@ from .autograd import as_it_is, refuse_lse_gradient
 from .contract import Facts, ForwardOut, Mask, OpPair, Options, accumulate_dtype
 from .errors import GradientError, RingtrueError, message
 
+# Which tensors forward hands to backward, and in what order: part of every call, so that a graph which torch cached on
+# disk for another release is not taken. Count up when a pair or a wrapper saves something else.
+FORMAT = 2
 PLAIN = (
     "str mask, SymInt[] numbers, bool[] requires_grad, bool grad_mode, float dropout_p, bool is_causal, float? scale, "
     "bool enable_gqa, float softcap, bool return_lse, str layout, bool deterministic, str options, str asked, "
-    "bool outside, bool alone"
+    "bool outside, bool alone, int format"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor[] parts, Tensor? rng, {PLAIN}) -> (Tensor, Tensor, Tensor, Tensor[])"
 BACKWARD = (
@@ -48,6 +51,7 @@ class Plain(NamedTuple):
     asked: str  # "" when neither the call nor a scope named a backend
     outside: bool  # that backend, or none, was found outside of the compiled code
     alone: bool  # the call said parallel=False
+    format: int = FORMAT
 
 
 class Normalised(Protocol):

@@ -2,14 +2,16 @@
 
 A constant added to all biases of one query changes lse but not attention; yet a float32 lse of -1e9 has no bits left
 for the log of a sum, and weights that backward recomputes from it do not sum to 1. So such a row is moved to 0 before
-the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps the scores by the bias: all keys at the
-top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their number;
-such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly, and which
-does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and cuDNN's kernel).
-Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask is written out for
-all queries and keys, as one dense mask. Not mended: a flat row whose keys lie in several ring steps,
-and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is made for
-all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
+the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps the scores by the bias: all keys at
+the top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their
+number; such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly,
+and which does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and
+cuDNN's kernel). Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask
+is written out for all queries and keys, as one dense mask. Not mended: a flat row whose keys lie in several ring
+steps, and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is
+made for all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its
+scores. Where the edge cuts the keys of a flat row into blocks, it weighs them by their numbers of keys at the top
+(`row_levels`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from .masks import allowed
 
 HUGE = 1024.0  # below it, float32 keeps 1e-4 of a log; eager attention loses as much when it adds the bias
 FLAT = 2.0**53
+HIGHEST = 2.0**127  # beyond it a kernel that works in base 2 overflows
 SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordinary size are lost
 
 
@@ -42,10 +45,11 @@ def _forward(
         return pair.forward(q, k, v, mask, rng, options)
     options = replace(options, levelled=True)
     mask = _joined(mask, q.shape[1], k.shape[1])
-    shift, at_top = row_levels(_as_wide_as(mask, k.shape[1]), q.shape[1], accumulate_dtype(q.dtype))
+    shift, at_top, top = row_levels(mask, q.shape[1], k.shape[1], accumulate_dtype(q.dtype))
     result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
-    saved = (shift, at_top, result.lse, *result.saved)
-    return result._replace(lse=result.lse.clone() if result.lse.numel() == 0 else result.lse + shift, saved=saved)
+    lse = own = result.lse
+    lse = lse.clone() if lse.numel() == 0 else torch.where(own.abs() == HIGHEST, top, own + shift)
+    return result._replace(lse=lse, saved=(shift, at_top, own, lse.clone(), *result.saved))
 
 
 def _backward(
@@ -66,11 +70,11 @@ def _backward(
     if mask.bias is None or options.levelled:
         return pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
     options = replace(options, levelled=True)
-    shift, at_top, own, *inner = saved
+    shift, at_top, own, given, *inner = saved
     if lse is not None and lse.numel():
         # our own lse comes back as it was; one that came from more keys is moved
         same = own + (lse - lse.detach()).nan_to_num(0.0)  # a second derivative is still lse's
-        lse = torch.where(lse == own + shift, same, lse - shift)
+        lse = torch.where(lse == given, same, lse - shift)
     grad_out = (grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(shift.dtype)).to(grad_out.dtype)
     grad_lse = None if grad_lse is None else grad_lse / at_top
     k_len = mask.bias.shape[-1] if k is None else k.shape[1]
@@ -80,20 +84,23 @@ def _backward(
 
 
 class Levels(NamedTuple):
-    """Per query, broadcastable to (B, H, Sq): how far to move its biases; the keys at the top of a flat row, or 1."""
+    """Per query, broadcastable to (B, H, Sq): how far to move its biases; the keys at the top of a flat row, or 1; the
+    highest of its biases."""
 
     shift: Tensor
     at_top: Tensor
+    top: Tensor
 
 
-def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
+def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Levels:
     """Found from the float mask and the keys that are kept; a bias per key moves per sample."""
+    mask = _as_wide_as(mask, k_len)
     user = mask.bias if mask.key_bias is None else mask.key_bias[:, None, None, :]
     bias = user.detach().to(dtype)  # type: ignore[union-attr]
     if mask.key_keep is not None:
         bias = bias.masked_fill(~mask.key_keep[:, None, None, :], -torch.inf)
     if bias.shape[3] == 0:  # no maximum of nothing
-        return Levels(bias.new_zeros(bias.shape[:3]), bias.new_ones(bias.shape[:3]))
+        return Levels(*(bias.new_full(bias.shape[:3], x) for x in (0.0, 1.0, -torch.inf)))
     whole = bias.amax(-1)
     if mask.causal is None:
         top, at_top, mover = whole, (bias == whole.unsqueeze(-1)).sum(-1), whole
@@ -104,7 +111,7 @@ def row_levels(mask: Mask, q_len: int, dtype: torch.dtype) -> Levels:
     shift = torch.where((mover.abs() > HUGE) & mover.isfinite(), mover - level, 0.0)
     limit = FLAT if dtype == torch.float64 else SWALLOWED
     flat = ((top - shift).abs() >= limit) & top.isfinite() & (at_top > 0)
-    return Levels(shift, torch.where(flat, at_top, 1))
+    return Levels(shift, torch.where(flat, at_top, 1), top)
 
 
 def _power_of_two(x: Tensor) -> Tensor:
@@ -165,8 +172,15 @@ def _as_wide_as(mask: Mask, k_len: int) -> Mask:
 def _moved(mask: Mask, shift: Tensor) -> Mask:
     """The mask with the level of each row taken out of its float part."""
     if mask.key_bias is not None:
-        return replace(mask, key_bias=mask.key_bias.to(shift.dtype) - shift[:, 0])
-    return replace(mask, dense=mask.dense.to(shift.dtype) - shift.unsqueeze(-1))  # type: ignore[union-attr]
+        return replace(mask, key_bias=_held(mask.key_bias.to(shift.dtype) - shift[:, 0]))
+    return replace(mask, dense=_held(mask.dense.to(shift.dtype) - shift.unsqueeze(-1)))  # type: ignore[union-attr]
+
+
+def _held(bias: Tensor) -> Tensor:
+    """Finite biases within what a kernel can scale; those of float64 are."""
+    if bias.dtype == torch.float64:
+        return bias
+    return torch.where(bias.isinf(), bias, bias.clamp(-HIGHEST, HIGHEST))
 
 
 def _to_user(dbias: Tensor, mask: Mask) -> Tensor:

@@ -67,9 +67,9 @@ def test_rows_at_the_lowest_number(backend: str, degrees: tuple[int, int]) -> No
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("fill", [-1e9, LOWEST])
 def test_without_the_level_it_is_caught(backend: str, fill: float) -> None:
-    def untouched(mask: Mask, q_len: int, dtype: torch.dtype) -> level.Levels:
+    def untouched(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> level.Levels:
         shape = (1, 1, 1)
-        return level.Levels(torch.zeros(shape, dtype=dtype), torch.ones(shape, dtype=dtype))
+        return level.Levels(*(torch.full(shape, x, dtype=dtype) for x in (0.0, 1.0, 0.0)))
 
     with patch.object(level, "row_levels", untouched):
         assert failures(fill, "dense", torch.float32, (1, 1), False, backend)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kept
 from ..contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype, shapes_only
-from ..level import level
+from ..level import SWALLOWED, level, row_levels
 from ..masks import live_rows
 from ..merge import merge
 from .blocks import blocks_of, reached, whole
@@ -63,10 +63,15 @@ def _forward(
         return _forward_block(pair, q, k, v, mask, rng, options)
     out, lse = _nothing(q, v, accumulate_dtype(q.dtype))
     saved = []
+    counts = None if mask.bias is None else torch.ones_like(lse)
     for number, (rows, cols) in enumerate(blocks):
-        state = _state(rng, number)
-        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], mask.at(rows, cols), state, options)
-        out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse)
+        state, own = _state(rng, number), mask.at(rows, cols)
+        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], own, state, options)
+        odds: Tensor | float = 0.0
+        if counts is not None:
+            at_top = row_levels(own, rows.stop - rows.start, cols.stop - cols.start, lse.dtype).at_top
+            odds, counts[:, :, rows] = _flat_odds(counts[:, :, rows], lse[:, :, rows], at_top, part.lse)
+        out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse, odds)
         saved.append(part.saved)
     return ForwardOut(out.to(q.dtype), lse, rng, kept.join(saved))
 
@@ -110,6 +115,16 @@ def _backward(
             _bias_part(sums.dbias, rows, cols).add_(part.dbias)
     like = (q, k, v, bias)
     return Grads(*(None if s is None or x is None else s.to(x.dtype) for s, x in zip(sums, like, strict=True)))
+
+
+def _flat_odds(before: Tensor, old: Tensor, here: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """How much more a block weighs than those before it in rows at a flat level, and the keys there so far.
+
+    Such a row weighs all its keys alike, but its lse cannot say how many they are (level.py).
+    """
+    same = (old == new) & (new.abs() >= SWALLOWED) & new.isfinite()
+    odds = torch.where(same, (here / before).log(), 0.0)
+    return odds, torch.where(same, before + here, torch.where(new > old, here.to(before.dtype), before))
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wanted: Wanted) -> Grads:
