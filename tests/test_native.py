@@ -81,3 +81,9 @@ def test_compiled_it_is_the_same() -> None:
     assert torch.equal(out, compiled)
     for a, b in zip(*(torch.autograd.grad(x, (q, k, v), like(x)) for x in (out, compiled)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_it_answers_for_no_other_device() -> None:
+    meta = [x.to("meta", torch.bfloat16) for x in qkv()]
+    with pytest.raises(rt.UnsupportedError, match=r"native asks torch(.|\n)*tensors on cuda(.|\n)*meta"):
+        rt.explain(*meta, backend="native", device="cuda")

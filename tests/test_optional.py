@@ -211,3 +211,22 @@ def test_every_kind_of_broken_package_costs_nothing_but_itself(tmp_path: Path) -
         assert said[0] == KINDS[kind][1]
         assert all(f"[{said[0]}]" in text for text in said[1:])
     assert sum(len(said) for *_, said in found.values()) == 9
+
+
+def test_metadata_that_cannot_be_read_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "ringtrue_broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_bytes(b"Metadata-Version: 2.1\nName: ringtrue_broken\nVersion: 1.0\nSummary: \xff\xfe\n")
+    (tmp_path / "ringtrue_broken.py").write_text("", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = why_not(Package("ringtrue_broken", "reinstall it"))
+    assert found is not None
+    assert found.code == "package-broken"
+
+
+def test_a_version_that_is_none_is_not_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ringtrue_odd.py").write_text("__version__ = 'not-a-version'", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = why_not(Package("ringtrue_odd", "reinstall it", at_least="0.5"))
+    assert found is not None
+    assert found.code == "package-version"

@@ -195,3 +195,12 @@ def test_an_older_gpu_is_a_reason(seen: tuple[int, int] | None, codes: list[str]
     facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, capability=seen)
     claims = Claims(frozenset({torch.bfloat16}), min_capability=(8, 0))
     assert [reason.code for reason in select.reasons_against(claims, facts)] == codes
+
+
+@pytest.mark.parametrize("wanted", [Wanted(True, True, True), Wanted(False, False, False)])
+def test_auto_takes_a_deterministic_pair_whatever_the_grad_mode(wanted: Wanted) -> None:
+    """A reentrant checkpoint's first pass has grad mode off, and its recompute has not: both take one kernel."""
+    facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, wanted=wanted, deterministic=True)
+    fits = select.among("auto", facts, {b.name: select.reasons_for(b, facts) for b in select.REGISTRY})
+    assert fits
+    assert all(b.pairs["cuda"].claims.deterministic for b in fits)

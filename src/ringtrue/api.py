@@ -18,7 +18,7 @@ from .backends import REGISTRY
 from .checks import Described
 from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
 from .edge import widened
-from .errors import ArgumentError, message
+from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParall
         return scope.current_context(partial(Described, q, k, v))  # type: ignore[return-value]
     if parallel is False:
         return None
-    if not hasattr(parallel, "refusing_together"):
+    if isinstance(parallel, type) or not hasattr(parallel, "refusing_together"):
         raise ArgumentError(
             message(
                 "parallel is not a context",
@@ -254,5 +254,15 @@ def explain(
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)
         return Explanation(str(call.text), None if against else asked.name, {**reasons, asked.name: against})
+    if asked == select.NATIVE and facts.device != call.q.device.type:
+        raise UnsupportedError(
+            message(
+                "native asks torch which kernel it would take, and torch answers for tensors where they are",
+                call=call.text,
+                limit=f"tensors on {facts.device}",
+                value=str(call.q.device),
+                remedy="run explain where that device is, or name a backend",
+            )
+        )
     fits = select.among(_meant(asked, facts, call), facts, reasons)
     return Explanation(str(call.text), fits[0].name if fits else None, reasons)

@@ -52,8 +52,11 @@ def why_not(package: Package) -> Reason | None:
                      folder that a removed package left behind, or it lacks a name that is needed
     """
     name, version = package.distribution or package.module.split(".")[0], ""
-    with suppress(importlib.metadata.PackageNotFoundError, KeyError):  # else the module itself may say
-        version = importlib.metadata.version(name) or ""
+    try:
+        with suppress(importlib.metadata.PackageNotFoundError, KeyError):  # else the module itself may say
+            version = importlib.metadata.version(name) or ""
+    except Exception as error:  # metadata that cannot be read
+        return _broken(package, f"{name} has broken metadata: {type(error).__name__}: {error}", "")
     if version and not _within(package, version):
         return _version(package, name, version)
     try:
@@ -81,7 +84,7 @@ def why_not(package: Package) -> Reason | None:
 def _within(package: Package, version: str) -> bool:
     if not (package.at_least or package.below):
         return True
-    if not version or (_PRE.search(version) and not package.pre):
+    if not re.match(r"(\d+!)?\d+(\.\d+)*", version) or (_PRE.search(version) and not package.pre):
         return False
     seen = TorchVersion(version)
     return seen >= (package.at_least or "0.dev0") and not (package.below and seen >= f"{package.below}.dev0")

@@ -137,7 +137,7 @@ def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) ->
     fits = [b for b in REGISTRY if not reasons[b.name] and name in (AUTO, b.name)]
     if name == AUTO:  # auto ignores grad mode: a reentrant checkpoint's first pass has it off
         claims = {b.name: b.pairs[facts.device].claims for b in fits}
-        fits = [b for b in fits if claims[b.name].backward and (claims[b.name].dbias or not facts.mask_grad)]
+        fits = [b for b in fits if _trains(claims[b.name], facts)]
     return tuple(fits)
 
 
@@ -165,6 +165,15 @@ def refusal(name: str, trace: Trace, others: list[str], call: object) -> Unsuppo
     problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
     remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))
+
+
+def _trains(claims: Claims, facts: Facts) -> bool:
+    """Whether the pair could take the call's backward too, were grad mode on."""
+    return (
+        claims.backward
+        and (claims.dbias or not facts.mask_grad)
+        and (_deterministic(claims, facts) or not facts.deterministic)
+    )
 
 
 def _deterministic(claims: Claims, facts: Facts) -> bool:

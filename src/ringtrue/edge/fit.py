@@ -44,7 +44,7 @@ def fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """Undo `_fit` for a gradient: cut the padding, sum over the query heads of a group in float32."""
+    """Undo `fit` for a gradient: cut the padding, sum over the query heads of a group in float32."""
     if grad is None:
         return None
     if grad.shape[-1] != like.shape[-1]:
@@ -96,7 +96,7 @@ def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
 
 
 def unlower(d_bias: Tensor | None, mask: Mask) -> Tensor | None:
-    """Undo `_lower` for the gradient of a float mask: sum over the dims that the user's mask does not have."""
+    """Undo `lower` for the gradient of a float mask: sum over the dims that the user's mask does not have."""
     bias = mask.bias
     if d_bias is None or bias is None:
         return None
