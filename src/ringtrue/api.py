@@ -236,20 +236,20 @@ def explain(
     *,
     backend: str | OpPair | None = None,
     parallel: ContextParallel | DeclaredCall | Literal[False] | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     **arguments: object,
 ) -> Explanation:
     """What `attention` with the same arguments would choose, and why not the others; runs nothing.
 
     Under a context it tells what fits on this rank, and talks to no other; a call takes what fits on all of them.
-    `device` ("cuda") judges the call as one of tensors there; those passed may then be on "meta", without memory.
+    `device` ("cuda", or "cuda:1") judges the call as one of tensors there; those passed may then be on "meta".
     """
     context = _context(parallel, query, key, value)
     asked = _asked(backend, query, key, value)
     sharded = context is not None
     call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
-    facts = facts if device is None else replace(facts, device=device)
+    facts = facts if device is None else replace(facts, device=torch.device(device).type)
     reasons = {b.name: select.reasons_for(b, facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)

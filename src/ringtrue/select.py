@@ -72,7 +72,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
         (
             facts.wanted.bias and not claims.dbias,
             "no-dbias", "gives no gradient of a float mask", "mask does not require grad", "it does",
-            'use "native_math", or mask.detach()',
+            "mask.detach(), or a backend that gives it",
         ),
         (facts.needs_lse and not claims.lse, "no-lse", "returns no lse", "return_lse=False, no ring", "lse needed", ""),
         (

@@ -114,9 +114,10 @@ def test_sizes_that_no_machine_here_could_hold() -> None:
     assert (code, found["backend"]) == (0, CPU[0])
 
 
-@pytest.mark.parametrize("device", ["cuda", "a_device_of_tomorrow"])
-def test_a_device_that_is_not_here(device: str) -> None:
-    code, found = data("--device", device)
+@pytest.mark.parametrize("named", ["cuda", "cuda:1"])
+def test_a_device_that_is_not_here(named: str) -> None:
+    code, found = data("--device", named)
+    device = "cuda"
     able = [s.name for s in rt.backends() if s.device == device and not found["reasons"][s.name]]
     assert (code, found["backend"]) == ((0, able[0]) if able else (1, None))
     for name in {s.name for s in rt.backends()} - {s.name for s in rt.backends() if s.device == device}:
@@ -157,3 +158,15 @@ def test_bad_usage(arguments: str, said: str) -> None:
     code, out = explain(*arguments.split())
     assert code == 2
     assert said in " ".join(out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("words", [("--device", "banana"), ("--mask", "bool", "--mask-dtype", "float32")])
+def test_what_means_nothing_is_bad_usage(words: tuple[str, ...]) -> None:
+    code, said = explain(*words)
+    assert code == 2
+    assert words[-2] in said
+
+
+def test_without_a_backend_the_scope_and_the_environment_count() -> None:
+    with rt.attention_backend("native_math"):
+        assert "would run: native_math (asked for: native_math)" in explain()[1]

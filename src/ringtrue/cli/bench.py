@@ -19,6 +19,7 @@ from .output import say, table, writable, write
 
 NEVER_RAN = 3
 SHAPES = {"cuda": ("1,4608,24,128", "1,16384,24,128"), "cpu": ("1,512,4,64",)}
+DEFAULTS = "; ".join(f"{' and '.join(shapes)} on {device}" for device, shapes in SHAPES.items())
 
 bench = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure what our own layers cost.")
 
@@ -28,9 +29,7 @@ Commit = Annotated[str, typer.Option(help="ringtrue's commit, for the file, wher
 
 @bench.command()
 def pair(
-    shape: Annotated[
-        list[str] | None, typer.Option(help=f"B,S,H,D; may be repeated. Default: {SHAPES} by device.")
-    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"B,S,H,D; may be repeated. Default: {DEFAULTS}.")] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     backend: Annotated[list[str] | None, typer.Option(help="May be repeated; default: all that can be.")] = None,

@@ -19,6 +19,7 @@ from .options import DTYPES, bshd, one_of, shape
 from .output import as_json, reason, say
 
 NOTHING = 1
+DEVICES = tuple(sorted({support.device for support in rt.backends()}))
 MASKS = ("bool", "float", "key_padding", "key_bias", "bottom_right", "segments", "window")
 INPUTS = ("q", "k", "v", "mask")
 
@@ -28,7 +29,7 @@ def explain(
     key: Annotated[str, typer.Option(help="Shape of the key; default: the query's.")] = "",
     value: Annotated[str, typer.Option(help="Shape of the value; default: the key's.")] = "",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Any kind of device, also one that is not here.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda, also where it is not here.")] = "cpu",
     layout: Annotated[str, typer.Option(help="bshd or bhsd.")] = "bshd",
     mask: Annotated[
         list[str] | None, typer.Option(help=", ".join(MASKS) + "; may be repeated: masks joined by &.")
@@ -43,7 +44,10 @@ def explain(
     softcap: Annotated[float, typer.Option()] = 0.0,
     scale: Annotated[float | None, typer.Option(help="Default: 1/sqrt(D).")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
-    backend: Annotated[str, typer.Option(help="A name of ringtrue.backends(), or auto.")] = "auto",
+    backend: Annotated[
+        str | None,
+        typer.Option(help="A name of ringtrue.backends(), native, auto; default: RINGTRUE_BACKEND or auto."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
 ) -> None:
     """Say which backend would run a call, and every reason against each other one; runs no kernel, needs no GPU.
@@ -53,7 +57,8 @@ def explain(
     wanted = tuple(one_of("--requires-grad", part.strip(), INPUTS) for part in requires_grad.split(",") if part.strip())
     q, k, v = _tensors(query, key, value, dtype, wanted)
     lengths = 1 if one_of("--layout", layout, ("bshd", "bhsd")) == "bshd" else 2
-    _check_masks(mask or [], mask_shape, "mask" in wanted)
+    device = one_of("--device", device.split(":")[0], DEVICES)
+    _check_masks(mask or [], mask_shape, mask_dtype, "mask" in wanted)
     held = getattr(torch, one_of("--mask-dtype", mask_dtype or dtype, DTYPES))
     made = [_mask(kind, mask_shape, held, q, k, lengths, "mask" in wanted) for kind in mask or ()]
     arguments: dict[str, Any] = {
@@ -71,12 +76,12 @@ def explain(
     if json:
         typer.echo(as_json(as_dict(found, device)))
     else:
-        show(found, device, backend, Console(soft_wrap=False))
+        show(found, device, backend or rt.current_backend(), Console(soft_wrap=False))
     runs = isinstance(found, rt.Explanation) and found.backend is not None
     raise typer.Exit(0 if runs else NOTHING)
 
 
-def show(found: rt.Explanation | str, device: str, asked: str, console: Console) -> None:
+def show(found: rt.Explanation | str, device: str, asked: object, console: Console) -> None:
     """The call, the answer, then a backend a paragraph with a reason a line."""
     if isinstance(found, str):
         say(console, Text.assemble(("refused", "bold red"), f" before anything is chosen: {found}"))
@@ -114,11 +119,13 @@ def _tensors(query: str, key: str, value: str, dtype: str, wanted: tuple[str, ..
     ]
 
 
-def _check_masks(kinds: list[str], mask_shape: str, grad: bool) -> None:
+def _check_masks(kinds: list[str], mask_shape: str, mask_dtype: str, grad: bool) -> None:
     for kind in kinds:
         one_of("--mask", kind, MASKS)
     if grad and not {"float", "key_bias"} & set(kinds):
         raise typer.BadParameter("only a float or key_bias mask can require grad", param_hint="--requires-grad")
+    if mask_dtype and not {"float", "key_bias"} & set(kinds):
+        raise typer.BadParameter("belongs to --mask float or key_bias", param_hint="--mask-dtype")
     if mask_shape and not {"bool", "float"} & set(kinds):
         raise typer.BadParameter("belongs to --mask bool or float", param_hint="--mask-shape")
 
