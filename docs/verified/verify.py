@@ -49,14 +49,9 @@ def tests(folder: str, jobs: int) -> dict[str, Any]:
         f"--junitxml={report}",
         "-p",
         "no:cacheprovider",
-        *(
-            (
-                "-n",
-                str(jobs),
-            )
-            if jobs > 1
-            else ()
-        ),
+        "-p",
+        "no:benchmark",  # it warns beside xdist, and here warnings are errors
+        *(["-n", str(jobs)] if jobs > 1 else []),
     ]
     code = subprocess.run([*command, "tests"], check=False).returncode
     files: dict[str, Counter[str]] = {}
