@@ -165,7 +165,7 @@ def main() -> int:
         found = {"versions": versions(commit), "bench": {}, "tests": {}, "demo": {}}
         for which in ("pair", "overhead"):  # first, while nothing else runs
             found["bench"][which] = bench(folder, which)
-        write(options.out, options.name, found)  # a lease may end in the middle
+        write(options.out, options.name, found)  # what follows may be cut short
         found["tests"] = tests(folder, options.jobs)
         write(options.out, options.name, found)
         if torch.cuda.device_count() > 1:
