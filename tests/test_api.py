@@ -224,3 +224,9 @@ def test_the_arguments_are_torchs_and_in_its_order() -> None:
     names = list(inspect.signature(rt.attention).parameters)
     assert names[:6] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
     assert {"scale", "enable_gqa"} < set(names)
+
+
+@pytest.mark.parametrize("parallel", ["cp", 1, True, rt.ContextParallel])
+def test_what_is_no_context_is_refused(parallel: Any) -> None:
+    with refused(rt.ArgumentError, "parallel is not a context", "attention(q=float32"):
+        rt.attention(*qkv(), parallel=parallel, backend=unreachable())

@@ -15,6 +15,7 @@ from calls import HERE, assert_close, like, qkv, refused, unreachable
 from calls import one_thread as one_thread
 from ringtrue import compiled, tracing
 from ringtrue.backends import REGISTRY
+from ringtrue.contract import Mask, Options
 
 FULL = next(b.name for b in HERE if b.pairs["cpu"].claims.dbias and b.pairs["cpu"].claims.dlse)  # gives every gradient
 
@@ -316,3 +317,13 @@ def test_on_cuda(backend: str, mode: str | None) -> None:
         right = rt.attention(*inputs, backend=backend, is_causal=True)
         for a, b in zip(got, (right, *torch.autograd.grad(right, inputs, upstream)), strict=True):
             assert_close(a, b)
+
+
+def test_another_count_of_saved_tensors_is_another_format() -> None:
+    """torch keeps compiled graphs on disk, across releases: when this fails, count FORMAT up and change it here."""
+    q, k, v = qkv(grad=True)
+    bias = torch.zeros(1, 1, q.shape[1], k.shape[1])
+    saved = rt.op_pair("native_math").forward(q, k, v, Mask(dense=bias), None, Options(0.3)).saved
+    assert (compiled.FORMAT, len(saved)) == (2, 4)
+    assert compiled.Plain._field_defaults == {"format": compiled.FORMAT}
+    assert "int format" in compiled.PLAIN

@@ -185,6 +185,23 @@ def two_rows(*args: Any) -> Grads:
     return MATH.backward(*args)
 
 
+def test_a_single_query_asked_twice_lies_in_memory_as_kernels_read_it() -> None:
+    """torch.cat may choose an order of dims in which the last one's stride is not 1."""
+    q = torch.randn(2, 4, 16).unsqueeze(-1).movedim(-1, 1)
+    k, v = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
+    assert torch.cat([q, q], 1).stride(-1) != 1
+
+    def forward(*args: Any) -> ForwardOut:
+        assert args[0].stride(-1) == 1
+        return MATH.forward(*args)
+
+    def read(*args: Any) -> Grads:
+        assert all(args[i].stride(-1) == 1 for i in (0, 2, 7))
+        return MATH.backward(*args)
+
+    backward(padded(replace(MATH, forward=forward, backward=read)), q, k, v, torch.randn_like(q), Mask())
+
+
 def test_every_entry_says_who_and_what() -> None:
     known = {(b.name, device) for b in REGISTRY for device in b.pairs}
     here = Path(faults.__file__).parent

@@ -26,13 +26,13 @@ def test_it_is_what_torch_says(monkeypatch: pytest.MonkeyPatch, number: int, nam
     asked: list[tuple[object, ...]] = []
 
     class Op:
-        default = SimpleNamespace(_schema=native.SCHEMA)
+        _schema = native.SCHEMA
 
         def __call__(self, *args: object, **options: object) -> int:
             asked.append((*args[3:], options["scale"], options["enable_gqa"]))
             return number
 
-    monkeypatch.setattr(torch.ops.aten, "_fused_sdp_choice", Op(), raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_fused_sdp_choice", SimpleNamespace(default=Op()), raising=False)
     q, k, v = qkv()
     keep = torch.ones(2, k.shape[1], dtype=torch.bool)
     assert native.torchs_choice(q, k, v, Mask(), OPTIONS) == name

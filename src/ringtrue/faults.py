@@ -1,6 +1,6 @@
 """Faults of the kernels we call, as data, and the two that need code around a pair: an OpPair -> OpPair each.
 
-`mended(pair, other)` is what selection puts under the edge. Nothing here changes what a pair claims.
+`mended(pair, device, other)` is what selection puts under the edge. Nothing here changes what a pair claims.
 """
 
 from __future__ import annotations

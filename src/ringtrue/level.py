@@ -173,11 +173,12 @@ def _moved(mask: Mask, shift: Tensor) -> Mask:
     """The mask with the level of each row taken out of its float part."""
     if mask.key_bias is not None:
         return replace(mask, key_bias=_held(mask.key_bias.to(shift.dtype) - shift[:, 0]))
-    return replace(mask, dense=_held(mask.dense.to(shift.dtype) - shift.unsqueeze(-1)))  # type: ignore[union-attr]
+    dense = mask.dense.to(shift.dtype) - shift.unsqueeze(-1)  # type: ignore[union-attr]
+    return replace(mask, dense=_held(dense) if dense.shape[2] == 1 else dense)
 
 
 def _held(bias: Tensor) -> Tensor:
-    """Finite biases within what a kernel can scale; those of float64 are."""
+    """One row for all queries, not moved as far as some of them need: its finite numbers within what kernels scale."""
     if bias.dtype == torch.float64:
         return bias
     return torch.where(bias.isinf(), bias, bias.clamp(-HIGHEST, HIGHEST))

@@ -27,8 +27,8 @@ def torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options)
     What torch's call has no word for (windows, segments, softcap, causal offsets) is left out of the question; whether
     the backend honours it is judged after. `native_math` where torch moved the question.
     """
-    op = getattr(torch.ops.aten, "_fused_sdp_choice", None)
-    if op is None or str(op.default._schema) != SCHEMA or q.device.type == "meta":
+    op = getattr(getattr(torch.ops.aten, "_fused_sdp_choice", None), "default", None)
+    if op is None or str(op._schema) != SCHEMA or q.device.type == "meta":
         return ANY
     seen = mask.dense
     for keys in (mask.key_keep, mask.key_bias):

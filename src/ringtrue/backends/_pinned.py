@@ -12,15 +12,14 @@ from ..contract import Reason
 
 def op(name: str) -> Any:
     """The one overload of an aten op, found once, for a packet looks for it at every call; None where it is absent."""
-    packet = getattr(torch.ops.aten, name, None)
-    return None if packet is None else packet.default
+    return getattr(getattr(torch.ops.aten, name, None), "default", None)
 
 
 def moved(schemas: Mapping[str, str]) -> Reason | None:
     """`schema-moved` when one of these aten ops (name -> schema, the same in torch 2.11 to 2.13) is not as it was."""
     for name, pinned in schemas.items():
-        op = getattr(torch.ops.aten, name, None)
-        seen = "absent" if op is None else str(op.default._schema)
+        found = op(name)
+        seen = "absent" if found is None else str(found._schema)
         if seen != pinned:
             problem = f"torch {torch.__version__} changed the private op {name}"
             return Reason("schema-moved", problem, pinned, seen, "use native_math")
