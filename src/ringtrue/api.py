@@ -110,21 +110,27 @@ def _run(
     return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
 
 
-def _context(parallel: object, q: Tensor, k: Tensor, v: Tensor) -> ContextParallel | DeclaredCall | None:
-    """What the call runs under: a context or a declared call of one, or None for this device alone."""
+def _context(
+    parallel: object, q: Tensor, k: Tensor, v: Tensor, alone: bool = False
+) -> ContextParallel | DeclaredCall | None:
+    """What the call runs under: a context or a declared call of one, or None for this device alone.
+
+    What is neither is refused, and the ranks of the context in scope are told, unless `alone`.
+    """
     if parallel is None:
         return scope.current_context(partial(Described, q, k, v))  # type: ignore[return-value]
     if parallel is False:
         return None
     if isinstance(parallel, type) or not hasattr(parallel, "refusing_together"):
-        raise ArgumentError(
-            message(
-                "parallel is not a context",
-                call=Described(q, k, v),
-                limit="a ContextParallel, cp.call(...), False for this device alone, None for the scope's",
-                value=repr(parallel),
-            )
+        text = message(
+            "parallel is not a context",
+            call=Described(q, k, v),
+            limit="a ContextParallel, cp.call(...), False for this device alone, None for the scope's",
+            value=repr(parallel),
         )
+        waiting: ContextParallel | None = None if alone else scope.current_context()  # type: ignore[assignment]
+        with contextlib.nullcontext() if waiting is None else waiting.refusing_together():
+            raise ArgumentError(text)
     return parallel  # type: ignore[return-value]
 
 
@@ -244,7 +250,7 @@ def explain(
     Under a context it tells what fits on this rank, and talks to no other; a call takes what fits on all of them.
     `device` ("cuda", or "cuda:1") judges the call as one of tensors there; those passed may then be on "meta".
     """
-    context = _context(parallel, query, key, value)
+    context = _context(parallel, query, key, value, alone=True)
     asked = _asked(backend, query, key, value)
     sharded = context is not None
     call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]

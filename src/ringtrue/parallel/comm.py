@@ -6,6 +6,7 @@ What arrives is always known beforehand (`Template`): nothing here asks a peer f
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, CommunicationError, message
 from .mesh import context_ranks
-from .parcel import Form, Parcel, Template, describe, pack, room, show, unpack
+from .parcel import ALIGN, Form, Parcel, Template, describe, pack, room, show, unpack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,13 +28,15 @@ __all__ = ["Alone", "Comm", "Connectable", "Groups", "Pending", "Template", "Tor
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _connections = itertools.count(1)
+EXCHANGE = 7  # the tag of exchanges over gloo; shifts have smaller ones
+COUNTS, SIZES = 1 << 12, 65521  # a tag has 31 bits
 
 
 class Pending(Protocol[T_co]):
     """An operation under way. It must be waited for: until then its buffers are in use."""
 
-    def wait(self) -> T_co:
-        """What was received. Raises CommunicationError."""
+    def wait(self, seconds: float | None = None) -> T_co:
+        """What was received. Raises CommunicationError, after `seconds` if that is less than the group's timeout."""
 
 
 class Comm(Protocol):
@@ -87,7 +90,7 @@ class Ready(Generic[T]):
     def __init__(self, value: T) -> None:
         self._value = value
 
-    def wait(self) -> T:
+    def wait(self, seconds: float | None = None) -> T:
         return self._value
 
 
@@ -111,18 +114,32 @@ class Alone:
 
 
 class TorchComm:
-    """A group of torch.distributed. `places[j]` is the rank that torch gave to our rank j (torch sorts its ranks)."""
+    """A group of torch.distributed. `places[j]` is the rank that torch gave to our rank j (torch sorts its ranks).
 
-    def __init__(self, name: str, rank: int, places: Sequence[int], group: dist.ProcessGroup, timeout: float) -> None:
+    steady  every exchange has the same sizes, whatever ranks think of a call: headers
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        places: Sequence[int],
+        group: dist.ProcessGroup,
+        timeout: float,
+        steady: bool = False,
+    ) -> None:
         self.name, self.rank, self.size = name, rank, len(places)
         self._places, self._group, self._timeout = tuple(places), group, timeout
         self._by_place = sorted(range(self.size), key=self._places.__getitem__)
-        self._joined = False
+        self._joined, self._steady = False, steady
+        self._posted: Counter[tuple[object, ...]] = Counter()
 
     def exchange(
         self, parcels: Sequence[Parcel], forms: Sequence[Form], device: torch.device
     ) -> Pending[list[list[Tensor]]]:
         check_exchange(self, parcels, forms)
+        if device.type == "cpu" and not self._steady:
+            return self._exchange_by_peer(parcels, forms, device)
         expected = [forms[j] for j in self._by_place]
         sent, sent_sizes = pack([parcels[j] for j in self._by_place], device)
         sizes = [room(form) for form in expected]
@@ -135,7 +152,21 @@ class TorchComm:
             tensors = unpack(received, expected)
             return [tensors[place] for place in self._places]
 
-        return _InFlight(self, "exchange", [work], sent, finish)
+        return _InFlight(self, "exchange", [(work, "")], sent, finish)
+
+    def _exchange_by_peer(
+        self, parcels: Sequence[Parcel], forms: Sequence[Form], device: torch.device
+    ) -> Pending[list[list[Tensor]]]:
+        """One message a peer: an error can name the peer, and gloo cannot mistake sizes (see `_tag`)."""
+        sent, sent_sizes = pack(parcels, device)
+        received = torch.empty(sum(map(room, forms)), dtype=torch.uint8)
+        leaving, coming = sent.split(sent_sizes), received.split([room(form) for form in forms])
+        coming[self.rank].copy_(leaving[self.rank])
+        works = []
+        for step in range(1, self.size):  # not everybody to rank 0 first
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            works += self._post("exchange", leaving[to], to, coming[source], source, EXCHANGE)
+        return _InFlight(self, "exchange", works, sent, lambda: unpack(received, forms))
 
     def shift(
         self, parcel: Parcel, to: int | None, form: Form, source: int | None, device: torch.device, tag: int = 0
@@ -145,27 +176,61 @@ class TorchComm:
         expected = [] if source is None else [form]
         received = torch.empty(sum(map(room, expected)), dtype=torch.uint8, device=device)
         sent, _ = pack([] if to is None else [parcel], device)
-        hops = [(dist.isend, sent, to), (dist.irecv, received, source)]
         what = f"shift to rank {to} from rank {source} (tag {tag})"
+        if device.type == "cpu":
+            works = self._post(what, sent, to, received, source, tag)
+        else:
+            works = self._post_nccl(what, sent, to, received, source)
+        return _InFlight(self, what, works, sent, lambda: next(iter(unpack(received, expected)), []))
+
+    def _post(
+        self, what: str, sent: Tensor, to: int | None, received: Tensor, source: int | None, tag: int
+    ) -> list[tuple[dist.Work, str]]:
+        """Post a receive and a send over gloo, each with what an error says of it; without bytes nothing is posted."""
+        works: list[tuple[dist.Work, str]] = []
+        hops = (
+            (dist.irecv, "group_src", received, source, "come from"),
+            (dist.isend, "group_dst", sent, to, "be taken by"),
+        )
+        for hop, direction, buffer, peer, verb in hops:
+            if peer is None or not buffer.numel():
+                continue
+            missing = f"{buffer.numel()} bytes were to {verb} rank {peer}"
+            number = self._tag(direction, peer, tag, buffer.numel())
+            with self.named(what, missing):
+                work = hop(buffer, group=self._group, tag=number, **{direction: self._places[peer]})
+            if work is not None:  # torch's None is for a rank outside of the group
+                works.append((work, missing))
+        return works
+
+    def _tag(self, direction: str, peer: int, tag: int, size: int) -> int:
+        """gloo pairs by peer and tag, and half-fills or aborts where sizes differ: so the tag tells count and size."""
+        count = self._posted[direction, peer, tag]
+        self._posted[direction, peer, tag] += 1
+        return (tag * COUNTS + count % COUNTS) * SIZES + size // ALIGN % SIZES
+
+    def _post_nccl(
+        self, what: str, sent: Tensor, to: int | None, received: Tensor, source: int | None
+    ) -> list[tuple[dist.Work, str]]:
+        hops = ((dist.isend, sent, to), (dist.irecv, received, source))
         with self.named(what):
-            self._join(device)
+            self._join(sent.device)
             batch = [
-                dist.P2POp(hop, buffer, group=self._group, tag=tag, group_peer=self._places[peer])
+                dist.P2POp(hop, buffer, group=self._group, group_peer=self._places[peer])
                 for hop, buffer, peer in hops
                 if peer is not None and buffer.numel()
             ]
-            works = dist.batch_isend_irecv(batch) if batch else []
-        return _InFlight(self, what, works, sent, lambda: next(iter(unpack(received, expected)), []))
+            return [(work, "") for work in (dist.batch_isend_irecv(batch) if batch else [])]
 
     def _join(self, device: torch.device) -> None:
         # NCCL makes its communicator in the group's first operation and would hang if only some ranks came to that
-        if not self._joined and device.type != "cpu":
+        if not self._joined:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._joined = True
 
     @contextmanager
-    def named(self, operation: str) -> Iterator[None]:
-        """Re-raise what torch raises as a CommunicationError that names group, rank, operation and timeout."""
+    def named(self, operation: str, missing: str = "") -> Iterator[None]:
+        """Re-raise what torch raises as a CommunicationError: group, rank, operation, timeout and what was missing."""
         try:
             yield
         except RuntimeError as error:
@@ -173,8 +238,8 @@ class TorchComm:
                 message(
                     f"{operation} failed on rank {self.rank} of group {self.name}: a peer did not take part",
                     limit=f"timeout {self._timeout:g} s",
-                    value=_first_line(error),
-                    remedy="look for the rank that failed first",
+                    value=f"{missing}: {_first_line(error)}" if missing else _first_line(error),
+                    remedy="look for the rank that failed first; lengths that were declared must be alike on all ranks",
                 )
             ) from error
 
@@ -183,15 +248,24 @@ class _InFlight(Generic[T]):
     """Work of torch.distributed; holds the sent buffer until it is done (`finish` holds the received one)."""
 
     def __init__(
-        self, comm: TorchComm, what: str, works: list[dist.Work], sent: Tensor | None, finish: Callable[[], T]
+        self,
+        comm: TorchComm,
+        what: str,
+        works: list[tuple[dist.Work, str]],
+        sent: Tensor | None,
+        finish: Callable[[], T],
     ) -> None:
         self._comm, self._what, self._works, self._sent, self._finish = comm, what, works, sent, finish
 
-    def wait(self) -> T:
-        with self._comm.named(self._what):
-            while self._works:
-                self._works[0].wait()
-                del self._works[0]
+    def wait(self, seconds: float | None = None) -> T:
+        while self._works:
+            work, missing = self._works[0]
+            with self._comm.named(self._what, missing):
+                if seconds is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=seconds))
+            del self._works[0]
         self._sent = None
         return self._finish()
 
@@ -242,7 +316,8 @@ def connect(mesh: DeviceMesh | Connectable | None, ulysses_degree: int, ring_deg
             return Alone(name)
         theirs = [ranks[member] for member in members]
         group = _new_group(name, sorted(theirs), "gloo" if kind == "header" else None, timeout)
-        return TorchComm(name, theirs.index(rank), [sorted(theirs).index(other) for other in theirs], group, timeout)
+        places = [sorted(theirs).index(other) for other in theirs]
+        return TorchComm(name, theirs.index(rank), places, group, timeout, steady=kind == "header")
 
     return arrange(make, ranks.index(rank), ulysses_degree, ring_degree)
 

@@ -17,12 +17,14 @@ from ..errors import ArgumentError, ParallelError, UnsupportedError, message
 from . import agreement
 from .comm import Connectable, connect
 from .config import ContextParallelConfig
-from .header import Header, agree
+from .header import Header, agree, tell
 from .shard import Gather, shard
 
 if TYPE_CHECKING:
     from ..call import Call
 
+GRACE = 5.0  # seconds that a rank with an exception of its own waits for its peers' next header
+TOLD = "_told_to_peers"  # marks an exception whose text the other ranks have
 MaskKind = Literal["none", "key_bool", "key_float", "rows_bool", "rows_float"]
 
 
@@ -54,8 +56,10 @@ class ContextParallel:
         scope.enter_context(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         scope.leave_context()
+        if error is not None:
+            self._tell(error)
 
     def __repr__(self) -> str:
         degrees = f"ulysses_degree={self.config.ulysses_degree}, ring_degree={self.config.ring_degree}"
@@ -179,7 +183,15 @@ class ContextParallel:
             if self.config.lengths == "exchange":
                 with contextlib.suppress(ParallelError):  # peers that do not come must not hide this rank's own error
                     self.agree(what, {}, {}, f"{type(error).__name__}: {error}")
+                error.__dict__[TOLD] = True
             raise
+
+    @torch.compiler.disable
+    def _tell(self, error: BaseException) -> None:
+        """An exception that leaves `with cp:` travels in the next header, where the other ranks wait for this one."""
+        if self.config.lengths == "exchange" and isinstance(error, Exception) and not _known_to_peers(error):
+            text = f"{type(error).__name__}: {error}"
+            tell(self.groups.header, Header(next(self._numbers), "attention", {}, {}, text), GRACE)
 
     def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:
         """Agree with the other ranks on this call -> (the composed pair, whether peers need this rank's backward)."""
@@ -195,6 +207,15 @@ class ContextParallel:
         if not -x.dim() <= dim < x.dim():
             raise ArgumentError(message("dim is out of range", limit=f"{-x.dim()} to {x.dim() - 1}", value=dim))
         return dim % x.dim()
+
+
+def _known_to_peers(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from, came from other ranks or was told to them."""
+    while error is not None:
+        if isinstance(error, ParallelError) or TOLD in error.__dict__:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _refuse_what_is_not_passed_around(call: Call) -> None:

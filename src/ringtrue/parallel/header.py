@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, PeerError, message
-from .comm import Comm, Template
+from ..errors import ArgumentError, DisagreementError, ParallelError, PeerError, message
+from .comm import Comm, Pending, Template
 
 SIZE = 4096  # bytes of every header, whatever it says: nobody has to ask for a length
 PREFIX = 4
@@ -50,9 +51,7 @@ def agree(comm: Comm, mine: Header) -> tuple[Header, ...]:
         raise
     if comm.size == 1:
         return (_unpack(packed),)
-    form = [Template((SIZE,), torch.uint8)]
-    received = comm.exchange([[packed]] * comm.size, [form] * comm.size, torch.device("cpu")).wait()
-    headers = tuple(_unpack(parcel[0]) for parcel in received)
+    headers = tuple(_unpack(parcel[0]) for parcel in _exchange(comm, packed).wait())
     refusals = [f"rank {rank}: {header.error}" for rank, header in enumerate(headers) if header.error is not None]
     if mine.error is not None:
         return headers
@@ -62,6 +61,18 @@ def agree(comm: Comm, mine: Header) -> tuple[Header, ...]:
     if differences:
         raise DisagreementError(f"ranks disagree about this {headers[0].what}\n" + "\n".join(differences))
     return headers
+
+
+def tell(comm: Comm, mine: Header, seconds: float) -> None:
+    """Send a header with an error; peers who do not come within `seconds` learn of it at their next header, if ever."""
+    if comm.size > 1:
+        with suppress(ParallelError):
+            _exchange(comm, _pack(mine)).wait(seconds)
+
+
+def _exchange(comm: Comm, packed: Tensor) -> Pending[list[list[Tensor]]]:
+    form = [Template((SIZE,), torch.uint8)]
+    return comm.exchange([[packed]] * comm.size, [form] * comm.size, torch.device("cpu"))
 
 
 def _pack(header: Header) -> Tensor:

@@ -145,9 +145,10 @@ class TwinComm:
         self._board.post(self._channel, self.rank, operation)
         return operation
 
-    def finish(self, operation: Operation) -> dict[int, list[Tensor]]:
+    def finish(self, operation: Operation, seconds: float | None = None) -> dict[int, list[Tensor]]:
         """Wait until the operation is done, check what came and unpack it, per peer."""
-        self._board.wait_for(self._channel, self.rank, operation, self._wait)
+        wait = self._wait if seconds is None else min(seconds, self._wait)
+        self._board.wait_for(self._channel, self.rank, operation, wait)
         for peer, sent in operation.arrived.items():
             expected = operation.expected[peer]
             if sent.what != operation.what or tuple(sent.form) != tuple(expected):
@@ -168,8 +169,8 @@ class _InFlight(Generic[T]):
     def __init__(self, comm: TwinComm, operation: Operation, pick: Callable[[dict[int, list[Tensor]]], T]) -> None:
         self._comm, self._operation, self._pick = comm, operation, pick
 
-    def wait(self) -> T:
-        return self._pick(self._comm.finish(self._operation))
+    def wait(self, seconds: float | None = None) -> T:
+        return self._pick(self._comm.finish(self._operation, seconds))
 
 
 def _distance(error: BaseException) -> int:
