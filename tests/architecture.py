@@ -44,7 +44,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "faults": frozenset({"contract", "errors", "masks"}),
     "kept": frozenset(),
-    "level": frozenset({"contract", "masks"}),
+    "level": frozenset({"contract", "masks", "merge"}),
     "masks": frozenset({"contract", "errors"}),
     "merge": frozenset({"contract"}),
     "optional": frozenset({"contract"}),

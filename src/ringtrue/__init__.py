@@ -18,7 +18,7 @@ from .errors import (
 )
 from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
-from .parallel.context import ContextParallel
+from .parallel.context import ContextParallel, context_parallel
 from .scope import checkpoint
 
 __version__ = "0.1.0"
@@ -56,6 +56,7 @@ __all__ = [
     "attention_backend",
     "backends",
     "checkpoint",
+    "context_parallel",
     "current_backend",
     "errors",
     "explain",

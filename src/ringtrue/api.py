@@ -105,7 +105,7 @@ def _run(
     else:
         with context.refusing_together():
             call, choices = _prepare(query, key, value, _asked(backend, query, key, value), arguments, context)
-        pair, anchored = context.plan(call, choices)
+        pair, _, anchored, _ = context.plan(call, choices)
     rng = calls.random_state() if call.facts.dropout else None
     return autograd.run(pair, call.q, call.k, call.v, call.mask, call.options, call.facts.wanted, anchored, rng)
 

@@ -44,8 +44,10 @@ class Mask:
     causal: int | None = None
     since: int | None = None
 
-    def at(self, rows: slice, cols: slice, heads: slice = slice(None)) -> Mask:
-        """The same mask for queries `rows` (start and stop given), keys `cols` (likewise) and query heads `heads`."""
+    def at(self, rows: slice, cols: slice, heads: slice = slice(None), moved: int = 0) -> Mask:
+        """The same mask for queries `rows` (start and stop given), keys `cols` (likewise) and query heads `heads`.
+
+        `moved` is how far the queries' positions are ahead of their places in the mask."""
         dense = self.dense
         if dense is not None:
             dense = dense[
@@ -56,12 +58,12 @@ class Mask:
             ]
         causal = self.causal
         if causal is not None:
-            causal += rows.start - cols.start
+            causal += rows.start - cols.start + moved
             if causal >= cols.stop - cols.start - 1:  # already the first query sees every key of the block
                 causal = None
         since = self.since
         if since is not None:
-            since += rows.start - cols.start
+            since += rows.start - cols.start + moved
             if since <= rows.start - rows.stop + 1:  # even the last query sees every key of the block
                 since = None
         keep, bias, k_ids = (None if x is None else x[:, cols] for x in (self.key_keep, self.key_bias, self.k_segments))

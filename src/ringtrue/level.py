@@ -7,80 +7,138 @@ the top count alike (out is the mean of their values), each recomputed weight is
 number; such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly,
 and which does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and
 cuDNN's kernel). Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask
-is written out for all queries and keys, as one dense mask. Not mended: a flat row whose keys lie in several ring
-steps, and under a causal mask a KeyBias with which some queries see huge levels only and others do not (one row is
-made for all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its
-scores. Where the edge cuts the keys of a flat row into blocks, it weighs them by their numbers of keys at the top
-(`row_levels`).
+is written out for all queries and keys, as one dense mask. Where the keys of a flat row come in parts, in the edge or
+in a ring, each part is weighed by how many of its keys are at the top (`keys_at_top`). Not mended: under a causal mask
+a KeyBias with which some queries see huge levels only and others do not (one row is made for all of them): beyond
+`SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from .masks import allowed
+from .merge import SWALLOWED
 
 HUGE = 1024.0  # below it, float32 keeps 1e-4 of a log; eager attention loses as much when it adds the bias
 FLAT = 2.0**53
 HIGHEST = 2.0**127  # beyond it a kernel that works in base 2 overflows
-SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordinary size are lost
 
 
-def level(pair: OpPair) -> OpPair:
-    """The pair with huge rows of a float mask moved to 0 and back."""
-    shapes = partial(_forward, replace(pair, forward=pair.shapes))
-    return replace(pair, forward=partial(_forward, pair), backward=partial(_backward, pair), shapes=shapes)
+Places = tuple[tuple[slice, int], ...]  # some queries, and how far their positions are ahead of their places
 
 
-def _forward(
-    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
-) -> ForwardOut:
-    if mask.bias is None or options.levelled:
-        return pair.forward(q, k, v, mask, rng, options)
-    options = replace(options, levelled=True)
-    mask = _joined(mask, q.shape[1], k.shape[1])
-    shift, at_top, top = row_levels(mask, q.shape[1], k.shape[1], accumulate_dtype(q.dtype))
-    result = pair.forward(q, k, v, _moved(mask, shift), rng, options)
-    lse = own = result.lse
-    lse = lse.clone() if lse.numel() == 0 else torch.where(own.abs() == HIGHEST, top, own + shift)
-    return result._replace(lse=lse, saved=(shift, at_top, own, lse.clone(), *result.saved))
+def level(pair: OpPair, places: Places | None = None) -> OpPair:
+    """The pair with huge rows of a float mask moved to 0 and back.
+
+    `places` says where the queries lie that a rank of a context has, whose causal limit and window count from the
+    first of all queries; without it they are all there."""
+    op, shaped = _Level(pair, places), _Level(replace(pair, forward=pair.shapes), places)
+    return replace(pair, forward=op.forward, backward=op.backward, shapes=shaped.forward)
 
 
-def _backward(
-    pair: OpPair,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    mask: Mask,
-    out: Tensor | None,
-    lse: Tensor | None,
-    rng: Tensor | None,
-    saved: tuple[Tensor, ...],
-    options: Options,
-    wanted: Wanted,
-) -> Grads:
-    if mask.bias is None or options.levelled:
-        return pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
-    options = replace(options, levelled=True)
-    shift, at_top, own, given, *inner = saved
-    if lse is not None and lse.numel():
-        # our own lse comes back as it was; one that came from more keys is moved
-        same = own + (lse - lse.detach()).nan_to_num(0.0)  # a second derivative is still lse's
-        lse = torch.where(lse == given, same, lse - shift)
-    grad_out = (grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(shift.dtype)).to(grad_out.dtype)
-    grad_lse = None if grad_lse is None else grad_lse / at_top
-    k_len = mask.bias.shape[-1] if k is None else k.shape[1]
-    moved = _moved(_joined(mask, grad_out.shape[1], k_len), shift)
-    grads = pair.backward(grad_out, grad_lse, q, k, v, moved, out, lse, rng, tuple(inner), options, wanted)
-    return grads if grads.dbias is None else grads._replace(dbias=_to_user(grads.dbias, mask))
+@dataclass(frozen=True)
+class _Level:
+    pair: OpPair
+    places: Places | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
+        if mask.bias is None or options.levelled:
+            return self.pair.forward(q, k, v, mask, rng, options)
+        options = replace(options, levelled=True)
+        rows = self._rows(mask, q.shape[1], k)
+        shift, at_top, top = _levels(mask, rows, accumulate_dtype(q.dtype))
+        result = self.pair.forward(q, k, v, _moved(_whole(mask, rows), shift), rng, options)
+        lse = own = result.lse
+        lse = lse.clone() if lse.numel() == 0 else torch.where(own.abs() == HIGHEST, top, own + shift)
+        return result._replace(lse=lse, saved=(shift, at_top, own, lse.clone(), *result.saved))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        mask: Mask,
+        out: Tensor | None,
+        lse: Tensor | None,
+        rng: Tensor | None,
+        saved: tuple[Tensor, ...],
+        options: Options,
+        wanted: Wanted,
+    ) -> Grads:
+        if mask.bias is None or options.levelled:
+            return self.pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
+        options = replace(options, levelled=True)
+        shift, at_top, own, given, *inner = saved
+        if lse is not None and lse.numel():
+            # our own lse comes back as it was; one that came from more keys is moved
+            same = own + (lse - lse.detach()).nan_to_num(0.0)  # a second derivative is still lse's
+            lse = torch.where(lse == given, same, lse - shift)
+        grad_out = (grad_out / at_top.transpose(1, 2).unsqueeze(-1).to(shift.dtype)).to(grad_out.dtype)
+        grad_lse = None if grad_lse is None else grad_lse / at_top
+        moved = _moved(_whole(mask, self._rows(mask, grad_out.shape[1], k)), shift)
+        grads = self.pair.backward(grad_out, grad_lse, q, k, v, moved, out, lse, rng, tuple(inner), options, wanted)
+        return grads if grads.dbias is None else grads._replace(dbias=_to_user(grads.dbias, mask))
+
+    def _rows(self, mask: Mask, q_len: int, k: Tensor | None) -> list[_Rows]:
+        """The mask of every run of neighbouring queries, as one whose first query is at position 0."""
+        if self.places is not None or k is None:
+            k_len = mask.bias.shape[-1]  # type: ignore[union-attr]  # k has one rank's keys, the mask those of all
+        else:
+            k_len = k.shape[1]
+        found = []
+        for rows, moved in self.places or ((slice(0, q_len), 0),):
+            ahead, count = rows.start + moved, rows.stop - rows.start
+            # an end that hides nothing stays a number: every rank must see the same kind of mask
+            causal, since = (None if end is None else end + ahead for end in (mask.causal, mask.since))
+            own = replace(mask.at(rows, slice(0, k_len)), causal=causal, since=since)
+            found.append(_Rows(count, k_len, _joined(own, count, k_len)))
+        return found
+
+
+class _Rows(NamedTuple):
+    q_len: int
+    k_len: int
+    mask: Mask
+
+
+def _one_row(mask: Mask) -> bool:
+    """Whether the float mask is the same for all queries, and nothing beside it hides keys from some of them."""
+    return (mask.dense is None or mask.dense.shape[2] == 1) and mask.since is None and mask.q_segments is None
+
+
+def _whole(mask: Mask, rows: list[_Rows]) -> Mask:
+    """The masks of all queries as one."""
+    first = replace(rows[0].mask, causal=mask.causal)
+    if len(rows) == 1 or _one_row(mask):
+        return first
+    return replace(first, dense=_cat([(r.mask.dense, r.q_len) for r in rows], 2))
+
+
+def _levels(mask: Mask, rows: list[_Rows], dtype: torch.dtype) -> Levels:
+    found = [row_levels(r.mask, r.q_len, r.k_len, dtype) for r in rows]
+    if len(found) == 1:
+        return found[0]
+    counts = [r.q_len for r in rows]
+    shift, at_top, top = (_cat(list(zip(parts, counts, strict=True)), 2) for parts in zip(*found, strict=True))
+    return Levels(found[0].shift if _one_row(mask) else shift, at_top, top)
+
+
+def _cat(parts: list[tuple[Any, int]], dim: int) -> Tensor:
+    """Tensors joined along a dim in which each stands for so many places."""
+    return torch.cat([x.expand(*x.shape[:dim], count, *x.shape[dim + 1 :]) for x, count in parts], dim)
+
+
+def keys_at_top(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Tensor | None:
+    """How many keys of a part count alike in each query at a flat level, else 1; None without a float mask."""
+    return None if mask.bias is None else row_levels(mask, q_len, k_len, accumulate_dtype(dtype)).at_top
 
 
 class Levels(NamedTuple):

@@ -283,6 +283,14 @@ def whole_bias(mask: Mask, dtype: torch.dtype, q_len: int, k_len: int, device: t
     return bias if places is None else torch.where(places, bias, float("-inf"))
 
 
+def part_of_bias(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:
+    """The part of a float mask's gradient, dense or per key, that belongs to some queries and keys: a view."""
+    mask = Mask(dense=d_bias) if d_bias.dim() == 4 else Mask(key_bias=d_bias)
+    part = mask.at(rows, cols).bias
+    assert part is not None
+    return part
+
+
 def row_blocks(q_len: int) -> list[slice]:
     """All rows, a block at a time."""
     return [slice(start, min(start + BLOCK, q_len)) for start in range(0, q_len, BLOCK)]

@@ -11,12 +11,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from ringtrue import merge
 from ringtrue.contract import ForwardOut, OpPair
-from ringtrue.parallel import plan, ring, shard
+from ringtrue.parallel import globalise, plan, ring, shard
+from ringtrue.parallel.layout import dealt
 from ringtrue.parallel.schedule import Schedule
 
 
-def merge_without_care(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_without_care(
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: object = 0.0
+) -> tuple[Tensor, Tensor]:
     """-inf - -inf is NaN, and nobody looked."""
     out = out.to(lse.dtype)
     if total is None:
@@ -26,12 +30,20 @@ def merge_without_care(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Te
     return total[0] * next(weights) + out * next(weights), new
 
 
-_merge, _add, _travel, _ring, _works = ring.merge, ring._add, ring._travel, plan.ring, Schedule.works
+_merge, _add, _travel, _ring, _gather_keys = (
+    merge.merge,
+    ring._add,
+    ring._travel,
+    plan.ring,
+    globalise._Globalise._gather,
+)
 
 
-def merge_in_bf16(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_in_bf16(
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: Any = 0.0
+) -> tuple[Tensor, Tensor]:
     """Partial results are rounded at every step (zhuzilin/ring-flash-attention#42)."""
-    merged, new = _merge(total, out, lse)
+    merged, new = _merge(total, out, lse, odds)
     return merged.bfloat16().to(merged.dtype), new
 
 
@@ -53,7 +65,7 @@ def stops_when_it_has_nothing(comm: Any, schedule: Schedule, k: Tensor, v: Tenso
     """Whether to talk is decided locally: a rank without queries does not pass the keys on."""
     for step, block in enumerate(_travel(comm, schedule, k, v)):
         yield block
-        if step == 0 and schedule.q_lengths[comm.rank] == 0:
+        if step == 0 and not schedule.q[comm.rank]:
             return
 
 
@@ -69,26 +81,23 @@ def with_lse_zero(pair: OpPair, *args: Any) -> OpPair:
 
 def own_slice_only(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """gather's backward forgets the other ranks' gradients."""
-    return grad.split(ctx.lengths, ctx.dim)[ctx.comm.rank].contiguous(), *(None,) * 5
+    return dealt(grad, ctx.layout, ctx.dim)[ctx.comm.rank].contiguous(), *(None,) * 5
 
 
-def neighbours_keys(mine: Tensor | None, k: Tensor, comm: Any, problem: Any) -> Tensor:
+def neighbours_keys(op: Any, mine: Tensor | None, k: Tensor) -> Tensor:
     """Key masks are joined in another rank order than the keys."""
-    whole = _gather_keys(mine, k, comm, problem)
-    return torch.cat(whole.split(problem.k_lengths, 1)[::-1], 1)
+    return torch.cat(dealt(_gather_keys(op, mine, k), op.k, 1)[::-1], 1)
 
-
-_gather_keys = plan._gather_keys
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "merge without -inf care": lambda: patch.object(ring, "merge", merge_without_care),
-    "merge in bf16": lambda: patch.object(ring, "merge", merge_in_bf16),
+    "merge without -inf care": lambda: patch.object(merge, "merge", merge_without_care),
+    "merge in bf16": lambda: patch.object(merge, "merge", merge_in_bf16),
     "dk/dv summed in bf16": lambda: patch.object(ring, "_add", sum_in_bf16),
     "last ring step left out": lambda: patch.object(ring, "_travel", without_last_step),
     "whether to talk decided locally": lambda: patch.object(ring, "_travel", stops_when_it_has_nothing),
     "lse 0 for an empty row in one ring step": lambda: patch.object(plan, "ring", with_lse_zero),
     "gather backward missing the sum": lambda: patch.object(shard.Gather, "backward", staticmethod(own_slice_only)),
-    "key mask of the wrong rank": lambda: patch.object(plan, "_gather_keys", neighbours_keys),
+    "key mask of the wrong rank": lambda: patch.object(globalise._Globalise, "_gather", neighbours_keys),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,8 +13,13 @@ import ringtrue as rt
 from ringtrue.audit.inputs import Inputs
 from ringtrue.audit.truth import Quantities
 from ringtrue.contract import Mask, Options, Wanted
-from ringtrue.parallel.schedule import starts
 from ringtrue.parallel.twin import World
+
+
+def starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Where each contiguous shard begins: (3, 0, 2) -> (0, 3, 3)."""
+    return (0, *accumulate(lengths))[:-1]
+
 
 DEGREES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (1, 3), (3, 1))  # (ulysses, ring)
 MASKS = ("none", "none", "keep", "bias", "rows_bool", "rows_float", "columns_bool")

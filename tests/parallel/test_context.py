@@ -9,7 +9,6 @@ from torch import Tensor
 
 import ringtrue as rt
 from ringtrue.audit.judge import judged
-from ringtrue.parallel.schedule import Schedule, starts
 from ringtrue.parallel.twin import Rank, World
 from ringtrue.parallel.ulysses import head_shares
 
@@ -136,10 +135,10 @@ def test_declaration_is_checked_on_its_rank() -> None:
             cp.call([3, 3], [3, 3], mask="bool")  # type: ignore[arg-type]
         with pytest.raises(rt.ArgumentError, match="declared"):
             cp.call(mask="key_bool")
-        with pytest.raises(rt.UnsupportedError, match="joint_prefix"):
-            cp.call(joint_prefix=2)
-        with pytest.raises(rt.UnsupportedError, match="kv_replicated"):
-            cp.call(kv_replicated=True)
+        with pytest.raises(rt.ArgumentError, match="joint_prefix"):
+            cp.call(joint_prefix=-2)
+        with pytest.raises(rt.ArgumentError, match="kv_replicated"):
+            cp.call(kv_replicated=1)  # type: ignore[arg-type]
 
     World(2).run(body)
 
@@ -201,14 +200,6 @@ def test_head_shares_cover_every_head_once() -> None:
             reads = [h * kv_heads // heads for h in range(share.q.start, share.q.stop)]
             index = share.index or [i * share.kv_heads // max(share.heads, 1) for i in range(share.heads)]
             assert [share.kv.start + i for i in index] == reads
-
-
-def test_schedule() -> None:
-    assert starts((3, 0, 2)) == (0, 3, 3)
-    causal = Schedule((2, 0, 3), (2, 0, 3), causal=0)
-    works = [[causal.works(w, o) for o in range(3)] for w in range(3)]
-    assert works == [[True, False, False], [False] * 3, [True, False, True]]
-    assert Schedule((2,), (2,)).columns(0) == slice(0, 2)
 
 
 def test_size_one_is_the_plain_call() -> None:

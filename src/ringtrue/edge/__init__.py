@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import kept
 from ..contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype, shapes_only
-from ..level import SWALLOWED, level, row_levels
-from ..masks import live_rows
-from ..merge import merge
+from ..level import keys_at_top, level
+from ..masks import live_rows, part_of_bias
+from ..merge import Merged
 from .blocks import blocks_of, reached, whole
 from .fit import as_is, fit, inner, lower, pad, positive, unfit, unlower
 from .through_lse import plus, through_lse
@@ -61,19 +61,13 @@ def _forward(
     blocks = blocks_of(mask, q.shape[1], k.shape[1], pair.claims)
     if whole(blocks, q, k):
         return _forward_block(pair, q, k, v, mask, rng, options)
-    out, lse = _nothing(q, v, accumulate_dtype(q.dtype))
-    saved = []
-    counts = None if mask.bias is None else torch.ones_like(lse)
+    merged, saved = Merged(q, v.shape[-1], flat=mask.bias is not None), []
     for number, (rows, cols) in enumerate(blocks):
-        state, own = _state(rng, number), mask.at(rows, cols)
-        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], own, state, options)
-        odds: Tensor | float = 0.0
-        if counts is not None:
-            at_top = row_levels(own, rows.stop - rows.start, cols.stop - cols.start, lse.dtype).at_top
-            odds, counts[:, :, rows] = _flat_odds(counts[:, :, rows], lse[:, :, rows], at_top, part.lse)
-        out[:, rows], lse[:, :, rows] = merge((out[:, rows], lse[:, :, rows]), part.out, part.lse, odds)
+        own = mask.at(rows, cols)
+        part = _forward_block(pair, q[:, rows], k[:, cols], v[:, cols], own, _state(rng, number), options)
+        merged.add(rows, part.out, part.lse, keys_at_top(own, rows.stop - rows.start, cols.stop - cols.start, q.dtype))
         saved.append(part.saved)
-    return ForwardOut(out.to(q.dtype), lse, rng, kept.join(saved))
+    return ForwardOut(*merged.result(), rng, kept.join(saved))
 
 
 def _backward(
@@ -112,19 +106,9 @@ def _backward(
             if total is not None and grad is not None:
                 total[:, where] += grad
         if sums.dbias is not None and part.dbias is not None:
-            _bias_part(sums.dbias, rows, cols).add_(part.dbias)
+            part_of_bias(sums.dbias, rows, cols).add_(part.dbias)
     like = (q, k, v, bias)
     return Grads(*(None if s is None or x is None else s.to(x.dtype) for s, x in zip(sums, like, strict=True)))
-
-
-def _flat_odds(before: Tensor, old: Tensor, here: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """How much more a block weighs than those before it in rows at a flat level, and the keys there so far.
-
-    Such a row weighs all its keys alike, but its lse cannot say how many they are (level.py).
-    """
-    same = (old == new) & (new.abs() >= SWALLOWED) & new.isfinite()
-    odds = torch.where(same, (here / before).log(), 0.0)
-    return odds, torch.where(same, before + here, torch.where(new > old, here.to(before.dtype), before))
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wanted: Wanted) -> Grads:
@@ -142,22 +126,14 @@ def _state(rng: Tensor | None, number: int) -> Tensor | None:
     return rng if rng is None or number == 0 else rng + torch.tensor([0, number], device=rng.device)
 
 
-def _bias_part(d_bias: Tensor, rows: slice, cols: slice) -> Tensor:
-    """The part of a float mask's gradient, dense or per key, that belongs to a block: a view."""
-    mask = Mask(dense=d_bias) if d_bias.dim() == 4 else Mask(key_bias=d_bias)
-    part = mask.at(rows, cols).bias
-    assert part is not None
-    return part
-
-
 def _empty(q: Tensor, k: Tensor) -> bool:
     return q.shape[0] == 0 or q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0
 
 
-def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What queries get that see no key: out 0, lse -inf."""
     batch, q_len, heads, _ = q.shape
-    out = torch.zeros(batch, q_len, heads, v.shape[-1], dtype=dtype or q.dtype, device=q.device)
+    out = torch.zeros(batch, q_len, heads, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full((batch, heads, q_len), float("-inf"), dtype=accumulate_dtype(q.dtype), device=q.device)
     return out, lse
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..contract import Choice, Mask, Wanted
-from ..errors import ArgumentError, DisagreementError, message
-from .config import ContextParallelConfig
+from ..errors import ArgumentError, DisagreementError, UnsupportedError, message
 from .header import Header
-from .plan import Plan
+from .plan import KEY_KINDS, Plan, balanced_lengths
 
 if TYPE_CHECKING:
     from ..call import Call
+    from .declared import DeclaredCall
 
 # mask kinds of a declared call -> kinds of Mask
 DECLARED: dict[str, frozenset[str]] = {
@@ -23,10 +24,11 @@ DECLARED: dict[str, frozenset[str]] = {
     "key_float": frozenset({"key_bias"}),
     "rows_bool": frozenset({"dense_bool"}),
     "rows_float": frozenset({"dense_float"}),
+    "segments": frozenset({"segments"}),
 }
 
 
-def same(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
+def same(call: Call, choices: Sequence[Choice], declared: DeclaredCall) -> dict[str, object]:
     """What must be equal on all ranks."""
     facts, options = call.facts, call.options
     return {
@@ -38,6 +40,7 @@ def same(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "dtype": _short(facts.dtype),
         "device": facts.device,
         "causal": sorted(call.alignments),
+        "window": call.window,
         "scale": options.scale,
         "dropout_p": options.dropout_p,
         "softcap": options.softcap,
@@ -46,13 +49,18 @@ def same(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "backend options": [[k, repr(v)] for k, v in options.extra],
         "mask": _form(call.mask),
         "backend": choices[0].asked,
+        "joint_prefix": declared.joint_prefix,
+        "kv_replicated": declared.kv_replicated,
+        "load_balance": declared.context.config.load_balance,
     }
 
 
 def _form(mask: Mask) -> str:
     """All of a mask that must be alike on all ranks; KeyPadding may be there or not."""
-    dense, bias = mask.dense, mask.key_bias
+    dense, bias, ids = mask.dense, mask.key_bias, mask.k_segments
     parts = [] if bias is None else [f"KeyBias {_short(bias.dtype)}"]
+    if ids is not None and mask.q_segments is not None:
+        parts.append(f"Segments {_short(mask.q_segments.dtype)} {_short(ids.dtype)}")
     if dense is not None:
         batch, heads, _, _ = dense.shape
         parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads}; an expanded dim counts as 1)")
@@ -74,7 +82,7 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
     }
 
 
-def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequence[Header]) -> tuple[Plan, str]:
+def settle(declared: DeclaredCall, call: Call, headers: Sequence[Header]) -> tuple[Plan, str]:
     """The plan all ranks reach from the same headers, and the backend: the first that fits everywhere."""
     said = [header.own for header in headers]
     kinds = [frozenset(map(str, s["kinds"])) for s in said]  # type: ignore[call-overload]
@@ -88,22 +96,55 @@ def settle(config: ContextParallelConfig, rank: int, call: Call, headers: Sequen
         raise DisagreementError(text)
     wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
     check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
-    wanted = Wanted(*(any(each) for each in zip(*wants, strict=True)))
-    plan = Plan(
-        rank=rank,
-        ulysses_degree=config.ulysses_degree,
-        ring_degree=config.ring_degree,
-        heads=call.facts.heads,
-        kv_heads=call.facts.kv_heads,
+    plan = replace(
+        _plan(declared, call),
         q_lengths=tuple(int(s["q"]) for s in said),  # type: ignore[call-overload]
         k_lengths=tuple(int(s["k"]) for s in said),  # type: ignore[call-overload]
-        alignments=call.alignments,
-        key_kinds=frozenset().union(*kinds) & {"key_keep", "key_bias"},
+        key_kinds=_key_kinds(frozenset().union(*kinds)),
         mask_rows=_mask_rows([(int(s["q"]), int(s["rows"])) for s in said if s["rows"] is not None]),  # type: ignore[call-overload]
-        wanted=wanted,
+        wanted=Wanted(*(any(each) for each in zip(*wants, strict=True))),
     )
+    _check_lengths(call, plan)
     _check_columns(call, plan, [int(s["columns"]) for s in said if s["columns"] is not None])  # type: ignore[call-overload]
     return plan, common[0]
+
+
+def _plan(declared: DeclaredCall, call: Call) -> Plan:
+    """What this rank knows by itself."""
+    context, facts = declared.context, call.facts
+    return Plan(
+        rank=context.rank,
+        config=context.config,
+        heads=facts.heads,
+        kv_heads=facts.kv_heads,
+        q_lengths=(facts.q_len,) * context.size,
+        k_lengths=(facts.k_len,) * context.size,
+        joint_prefix=declared.joint_prefix,
+        kv_replicated=declared.kv_replicated,
+        alignments=call.alignments,
+        window=call.window,
+        wanted=facts.wanted,
+    )
+
+
+def _key_kinds(kinds: frozenset[str]) -> frozenset[str]:
+    names = {"key_keep": "key_keep", "key_bias": "key_bias", "segments": "k_segments"}
+    return frozenset(name for kind, name in names.items() if kind in kinds)
+
+
+def again(declared: DeclaredCall, call: Call, numbers: Sequence[int]) -> Plan:
+    """The plan of a call that was agreed on before, from its `numbers`."""
+    size, left = declared.context.size, list(numbers)
+    q_lengths, k_lengths, left = left[:size], left[size : 2 * size], left[2 * size :]
+    mask_rows, kinds, wanted = left[0], left[1 : 1 + len(KEY_KINDS)], left[1 + len(KEY_KINDS) :]
+    return replace(
+        _plan(declared, call),
+        q_lengths=tuple(q_lengths),
+        k_lengths=tuple(k_lengths),
+        key_kinds=frozenset(name for name, there in zip(KEY_KINDS, kinds, strict=True) if there),
+        mask_rows=bool(mask_rows),
+        wanted=Wanted(*map(bool, wanted)),
+    )
 
 
 def check_grad_mode(wants: Sequence[bool], modes: Sequence[bool], what: str, call: object = "") -> None:
@@ -127,17 +168,9 @@ def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
     return any(rows != 1 for _, rows in ranks) or (bool(ranks) and all(queries <= 1 for queries, _ in ranks))
 
 
-def declared(
-    config: ContextParallelConfig,
-    rank: int,
-    call: Call,
-    q_lengths: tuple[int, ...],
-    k_lengths: tuple[int, ...],
-    kind: str,
-) -> Plan:
-    """The plan of a declared call; what this rank passed is checked against it."""
-    expected = DECLARED[kind]
-    kinds = call.mask.kinds
+def settled_alone(declared: DeclaredCall, call: Call) -> Plan:
+    """The plan of a call that exchanges nothing; what this rank passed is checked against what was declared."""
+    expected, kinds, kind = DECLARED[declared.mask], call.mask.kinds - {"window"}, declared.mask
     if kinds != expected and not (kind == "key_bool" and not kinds):  # None under "key_bool" keeps all keys
         _fail(
             call,
@@ -146,36 +179,66 @@ def declared(
             ", ".join(sorted(kinds)) or "none",
             "cp.call(mask=...)",
         )
-    lengths = (call.facts.q_len, call.facts.k_len)
-    if lengths != (q_lengths[rank], k_lengths[rank]):
+    mine, plan = (call.facts.q_len, call.facts.k_len), _plan(declared, call)
+    q_lengths, k_lengths = declared.q_lengths or plan.q_lengths, declared.k_lengths or plan.k_lengths
+    if mine != (q_lengths[plan.rank], k_lengths[plan.rank]):
         _fail(
             call,
-            f"rank {rank} holds other lengths than declared",
-            f"q {q_lengths[rank]}, k {k_lengths[rank]}",
-            f"q {lengths[0]}, k {lengths[1]}",
+            f"rank {plan.rank} holds other lengths than declared",
+            f"q {q_lengths[plan.rank]}, k {k_lengths[plan.rank]}",
+            f"q {mine[0]}, k {mine[1]}",
             "declare every rank's lengths in rank order",
         )
-    plan = Plan(
-        rank=rank,
-        ulysses_degree=config.ulysses_degree,
-        ring_degree=config.ring_degree,
-        heads=call.facts.heads,
-        kv_heads=call.facts.kv_heads,
-        q_lengths=q_lengths,
-        k_lengths=k_lengths,
-        alignments=call.alignments,
-        key_kinds=expected & {"key_keep", "key_bias"},
-        mask_rows=kind.startswith("rows"),
-        wanted=call.facts.wanted,
-    )
+    key_kinds, rows = _key_kinds(expected), declared.mask.startswith("rows")
+    plan = replace(plan, q_lengths=q_lengths, k_lengths=k_lengths, key_kinds=key_kinds, mask_rows=rows)
+    _check_lengths(call, plan)
     dense = call.mask.dense
     _check_columns(call, plan, [] if dense is None else [dense.shape[3]])
     return plan
 
 
+def _check_lengths(call: Call, plan: Plan) -> None:
+    """What lengths per rank must be for a joint prefix, replicated keys, and balanced shards; the same on all ranks."""
+    prefix, sides = plan.joint_prefix, [("q", plan.q_lengths), ("k", plan.k_lengths)]
+    if plan.kv_replicated:
+        sides.pop()
+        if len(set(plan.k_lengths)) > 1:
+            keys = f"keys per rank {list(plan.k_lengths)}"
+            _fail(call, "kv_replicated=True, but ranks hold other keys", "all keys on every rank", keys, "shard them")
+    for name, lengths in sides:
+        if prefix > min(lengths):
+            seen = f"{name} per rank {list(lengths)}"
+            _fail(
+                call, "joint_prefix is longer than what some rank holds", f"{prefix} tokens", seen, "pass [text | own]"
+            )
+    if plan.config.load_balance != "head_tail":
+        return
+    if plan.kv_replicated or plan.q_lengths != plan.k_lengths:
+        raise UnsupportedError(
+            message(
+                'load_balance="head_tail" is for self-attention: queries and keys are balanced alike',
+                call=call.text,
+                limit="k and v sharded as q is",
+                value=f"q per rank {list(plan.q_lengths)}, k per rank {list(plan.k_lengths)}"
+                + (", kv_replicated=True" if plan.kv_replicated else ""),
+                remedy='use a context with load_balance="none" for cross attention',
+            )
+        )
+    lengths = tuple(length - prefix for length in plan.q_lengths)
+    balanced = balanced_lengths(plan.config, sum(lengths))
+    if lengths != balanced:
+        _fail(
+            call,
+            'these are no shards of load_balance="head_tail"',
+            f"tokens per rank {list(balanced)}",
+            f"{list(lengths)}",
+            "cut tensors with cp.shard",
+        )
+
+
 def _check_columns(call: Call, plan: Plan, columns: Sequence[int]) -> None:
     """A tensor mask has the columns of all keys (or 1), on every rank alike; from headers, so that all raise."""
-    total = sum(plan.k_lengths)
+    _, total = plan.totals
     if any(n not in (1, total) for n in columns):
         _fail(
             call,

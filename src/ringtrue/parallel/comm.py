@@ -322,6 +322,11 @@ def connect(mesh: DeviceMesh | Connectable | None, ulysses_degree: int, ring_deg
     return arrange(make, ranks.index(rank), ulysses_degree, ring_degree)
 
 
+def default_group() -> object | None:
+    """torch's default process group, None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def arrange(
     make: Callable[[str, tuple[int, ...]], Comm], context_rank: int, ulysses_degree: int, ring_degree: int
 ) -> Groups:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
-from ..errors import ArgumentError, UnsupportedError, message
+from ..errors import ArgumentError, message
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class ContextParallelConfig:
     ring_degree     ranks that pass keys and values around (Ring Attention, arXiv:2310.01889)
     mesh            DeviceMesh with dims "ring" and "ulysses" (a slice of a larger one is fine) or one dim "cp"; None =
                     the whole default process group; or a rank of the in-process twin
-    load_balance    "none": contiguous shards, of any length
+    load_balance    "none": contiguous shards, of any length; "head_tail": of 2R chunks, R the ring degree, ring rank r
+                    holds chunks r and 2R-1-r, cut contiguously among its Ulysses ranks, so that a causal ring keeps all
+                    ranks as busy. Only the shards of `cp.shard` fit then
     lengths         "exchange": one small header per call carries every rank's lengths; "equal": every rank holds as
                     many tokens as this one, nothing is exchanged
     timeout         seconds after which a missing peer is an error
 
-    Raises ArgumentError for a degree below 1 or an unknown word, UnsupportedError for load_balance="head_tail".
+    Raises ArgumentError for a degree below 1 or an unknown word.
     """
 
     ulysses_degree: int = 1
@@ -37,16 +39,8 @@ class ContextParallelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 self._fail(f"{name} is not a positive whole number", "1, 2, 3, ...", value)
-        if self.load_balance == "head_tail":
-            text = message(
-                "load_balance='head_tail' is not supported yet",
-                limit='"none"',
-                value="head_tail",
-                remedy="contiguous shards give the same numbers; causal rings are only less evenly loaded",
-            )
-            raise UnsupportedError(text)
-        if self.load_balance != "none":
-            self._fail("unknown load_balance", '"none"', self.load_balance)
+        if self.load_balance not in ("none", "head_tail"):
+            self._fail("unknown load_balance", '"none" or "head_tail"', self.load_balance)
         if self.lengths not in ("exchange", "equal"):
             self._fail("unknown lengths", '"exchange" or "equal"', self.lengths)
         if not isinstance(self.timeout, Real) or not 0 < self.timeout < float("inf"):

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from .. import scope
 from ..contract import Choice, Facts, OpPair
-from ..errors import ArgumentError, ParallelError, UnsupportedError, message
+from ..errors import ArgumentError, ParallelError, message
 from . import agreement
-from .comm import Connectable, connect
+from .comm import Connectable, connect, default_group
 from .config import ContextParallelConfig
+from .declared import DeclaredCall, MaskKind, Planned, declare
 from .header import Header, agree, tell
-from .shard import Gather, shard
+from .layout import Layout, cuts, positions
+from .plan import balanced_lengths, layout_of
+from .shard import Gather, own_piece, shard
 
 if TYPE_CHECKING:
     from ..call import Call
 
 GRACE = 5.0  # seconds that a rank with an exception of its own waits for its peers' next header
 TOLD = "_told_to_peers"  # marks an exception whose text the other ranks have
-MaskKind = Literal["none", "key_bool", "key_float", "rows_bool", "rows_float"]
+_by_key: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 
 
 class ContextParallel:
@@ -44,7 +48,9 @@ class ContextParallel:
         self.groups = connect(mesh, config.ulysses_degree, config.ring_degree, config.timeout)  # type: ignore[arg-type]
         self.rank = self.groups.context.rank
         self.size = self.groups.context.size
-        self._numbers = itertools.count()
+        self.key = f"{next(_numbers)}:{config.ulysses_degree}x{config.ring_degree}"  # its name in this process
+        self._calls = itertools.count()
+        _by_key[self.key] = self
 
     @classmethod
     def current(cls) -> ContextParallel | None:
@@ -65,39 +71,66 @@ class ContextParallel:
         degrees = f"ulysses_degree={self.config.ulysses_degree}, ring_degree={self.config.ring_degree}"
         return f"ContextParallel(rank {self.rank} of {self.size}, {degrees})"
 
+    def _shards(self, total: int) -> Layout:
+        """Where `shard` puts the tokens of a sequence."""
+        lengths = [stop - start for start, stop in cuts(total, self.size)]
+        if self.config.load_balance == "head_tail":
+            lengths = list(balanced_lengths(self.config, total))
+        return layout_of(self.config, lengths)
+
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of `x`, which is whole and equal on every rank: `tensor_split` along `dim`, maybe empty.
+        """This rank's part of `x`, which is whole and equal on every rank, maybe empty: `tensor_split` along `dim`, or
+        what `load_balance="head_tail"` gives it.
 
         Backward zero-pads: the gradient of `x` is Partial("sum").
         """
-        return shard(x, self._dim(x, dim), self.size, self.rank)
+        dim = self._dim(x, dim)
+        return shard(x, dim, self._shards(x.shape[dim])[self.rank])
+
+    def positions(self, global_length: int) -> Tensor:
+        """The global position of each token of this rank's shard: int64 (local length,), on the CPU.
+
+        What depends on a token's place (RoPE, position embeddings) must use them. Behind a joint prefix of n tokens
+        they begin at n: add it.
+        """
+        if type(global_length) is not int or global_length < 0:
+            text = message("positions: no such length", limit="0, 1, 2, ... tokens", value=repr(global_length))
+            raise ArgumentError(text)
+        return positions(self._shards(global_length)[self.rank])
 
     @torch.compiler.disable
     def gather(
         self,
         x: Tensor,
         dim: int,
+        prefix: int = 0,
         lengths: Sequence[int] | None = None,
         backward: Literal["sum", "slice"] = "sum",
     ) -> Tensor:
-        """Every rank's shard of any length, joined along `dim`, whole and equal on every rank.
+        """Every rank's shard, joined along `dim` in global order, whole and equal on every rank.
 
-        lengths   tokens per context rank; given, nothing is exchanged beforehand. Local size is checked against it.
-        backward  "sum" (the rule of this library): each rank's gradient of a shard is summed by its owner, in float32.
-                  "slice" (diffusers' convention, last gather only): each rank keeps its own slice; parameters after it
-                  are then not Partial.
+        prefix    the first so many tokens are a joint prefix, the same on every rank: it stays in front, once.
+        lengths   tokens per context rank, prefix included; given, nothing is exchanged beforehand. Local size is
+                  checked against it.
+        backward  "sum" (the rule of this library): each rank's gradient of a shard is summed by its owner, in float32;
+                  that of a prefix is each rank's own, Partial("sum") like all else.
+                  "slice" (diffusers' convention, last gather only): each rank keeps its own slice, and one piece of a
+                  prefix; parameters after it are then not Partial.
         """
         with contextlib.nullcontext() if lengths is not None else self.refusing_together("gather"):
             dim = self._dim(x, dim)
             if backward not in ("sum", "slice"):
                 raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
+            if type(prefix) is not int or not 0 <= prefix <= x.shape[dim]:
+                limit = f"0 to {x.shape[dim]} tokens"
+                raise ArgumentError(message("gather: no such prefix", limit=limit, value=repr(prefix)))
         wants = torch.is_grad_enabled() and x.requires_grad
         anchored = False
         if lengths is None and self.config.lengths == "equal":
             lengths = [x.shape[dim]] * self.size
         if lengths is None:
             others = [n for i, n in enumerate(x.shape) if i != dim]
-            same = {"dtype": str(x.dtype), "dim": dim, "other dims": others, "backward": backward}
+            same = {"dtype": str(x.dtype), "dim": dim, "other dims": others, "backward": backward, "prefix": prefix}
             own = {"length": x.shape[dim], "wants": wants, "grad mode": torch.is_grad_enabled()}
             headers = self.agree("gather", same, own)
             said = [(bool(h.own["wants"]), bool(h.own["grad mode"])) for h in headers]
@@ -105,13 +138,33 @@ class ContextParallel:
             lengths = [int(h.own["length"]) for h in headers]
             anchored = not wants and any(h.own["wants"] for h in headers)
         elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
+            limit = f"{self.size} lengths, own {x.shape[dim]}"
+            raise ArgumentError(message("gather: lengths do not fit", limit=limit, value=list(lengths)))
+        layout = self._gathered([length - prefix for length in lengths])
+        anchor = torch.zeros((), requires_grad=True) if anchored else None
+        own_tokens = x.narrow(dim, prefix, x.shape[dim] - prefix) if prefix else x
+        whole = Gather.apply(own_tokens, anchor, dim, layout, self.groups.context, backward)
+        if not prefix:
+            return whole
+        held = x.narrow(dim, 0, prefix)
+        held = own_piece(held, dim, self.size, self.rank) if backward == "slice" else held
+        return torch.cat([held, whole], dim)
+
+    def _gathered(self, lengths: list[int]) -> Layout:
+        """The layout of shards that are to be joined; ArgumentError for lengths that no shards have."""
+        balanced = self.config.load_balance != "head_tail" or tuple(lengths) == balanced_lengths(
+            self.config, sum(lengths)
+        )
+        if min(lengths) < 0 or not balanced:
             raise ArgumentError(
                 message(
-                    "gather: lengths do not fit", limit=f"{self.size} lengths, own {x.shape[dim]}", value=list(lengths)
+                    "gather: these are no shards of this context",
+                    limit=f"shards of load_balance={self.config.load_balance!r}, behind the prefix",
+                    value=f"tokens per rank behind the prefix {lengths}",
+                    remedy="cut tensors with cp.shard",
                 )
             )
-        anchor = torch.zeros((), requires_grad=True) if anchored else None
-        return Gather.apply(x, anchor, dim, tuple(lengths), self.groups.context, backward)
+        return layout_of(self.config, lengths)
 
     def loss(self, loss: Tensor) -> Tensor:
         """For a loss that every rank computes identically from a gathered output: loss / number of context ranks."""
@@ -124,39 +177,20 @@ class ContextParallel:
         mask: MaskKind = "none",
         joint_prefix: int = 0,
         kv_replicated: bool = False,
-    ) -> ContextParallel | DeclaredCall:
-        """What to pass as `parallel` to declare a call's lengths (tokens per context rank) and mask kind.
+    ) -> DeclaredCall:
+        """What to pass as `parallel` to declare things of one call.
 
-        Nothing is then exchanged before the call; this rank's sizes and mask are checked against the declaration; dtype
-        and wanted gradients are equal on all ranks by contract.
+        q_lengths, k_lengths  tokens per context rank, as each rank passes them, both or neither. Nothing is then
+                              exchanged before the call; this rank's sizes and mask are checked against the declaration;
+                              dtype and wanted gradients are equal on all ranks by contract.
+        mask                  the kind of mask of a call that exchanges nothing; "rows_*": a tensor with these rows
+        joint_prefix          the first so many tokens of q, k and v are the same on every rank, such as a text beside
+                              its part of a video. They count once, in front of all others; out is equal there on all
+                              ranks. A tensor mask has a row for each token here, and their columns once, in front.
+        kv_replicated         k and v (and key masks) are whole on every rank: nothing is sent; their gradients are
+                              Partial("sum"). k_lengths is then their whole length, for every rank.
         """
-        for name, value in (("joint_prefix", joint_prefix), ("kv_replicated", kv_replicated)):
-            if value:
-                raise UnsupportedError(
-                    message(f"{name} is not supported yet", value=value, remedy="shard q, k and v alike")
-                )
-        kinds = agreement.DECLARED
-        if mask not in kinds:
-            raise ArgumentError(message("call: unknown mask kind", limit=", ".join(kinds), value=repr(mask)))
-        if q_lengths is None and k_lengths is None and mask == "none":
-            return self
-        if q_lengths is None or k_lengths is None:
-            if self.config.lengths != "equal" or q_lengths is not None or k_lengths is not None:
-                raise ArgumentError(
-                    message(
-                        "call: lengths are not declared",
-                        limit=f"q_lengths and k_lengths, {self.size} numbers each",
-                        value=f"q_lengths={q_lengths}, k_lengths={k_lengths}",
-                        remedy='give both, or configure lengths="equal"',
-                    )
-                )
-            return DeclaredCall(self, None, None, mask)
-        declared: tuple[tuple[str, Any], ...] = (("q_lengths", q_lengths), ("k_lengths", k_lengths))
-        for name, given in declared:
-            fits = isinstance(given, Sequence) and len(given) == self.size
-            if not fits or not all(isinstance(n, int) and n >= 0 for n in given):
-                raise ArgumentError(message(f"call: {name} does not fit", limit=f"{self.size} lengths", value=given))
-        return DeclaredCall(self, tuple(q_lengths), tuple(k_lengths), mask)
+        return declare(self, q_lengths, k_lengths, mask, joint_prefix, kv_replicated)
 
     @torch.compiler.disable
     def agree(
@@ -166,13 +200,11 @@ class ContextParallel:
 
         DisagreementError on all ranks when anything in `same` differs; PeerError on the others when one has an error.
         """
-        return agree(self.groups.header, Header(next(self._numbers), what, same, own, error))
+        return agree(self.groups.header, Header(next(self._calls), what, same, own, error))
 
     def facts(self, call: Call) -> Facts:
         """The facts as a kernel of this context meets them: exchanges need lse, a ring's backward gets a merged one."""
-        _refuse_what_is_not_passed_around(call)
-        ring = self.config.ring_degree > 1
-        return replace(call.facts, needs_lse=call.facts.needs_lse or self.size > 1, from_lse=ring)
+        return DeclaredCall(self).facts(call)
 
     @contextlib.contextmanager
     def refusing_together(self, what: str = "attention") -> Iterator[None]:
@@ -191,17 +223,15 @@ class ContextParallel:
         """An exception that leaves `with cp:` travels in the next header, where the other ranks wait for this one."""
         if self.config.lengths == "exchange" and isinstance(error, Exception) and not _known_to_peers(error):
             text = f"{type(error).__name__}: {error}"
-            tell(self.groups.header, Header(next(self._numbers), "attention", {}, {}, text), GRACE)
+            tell(self.groups.header, Header(next(self._calls), "attention", {}, {}, text), GRACE)
 
-    def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:
-        """Agree with the other ranks on this call -> (the composed pair, whether peers need this rank's backward)."""
-        if self.config.lengths == "equal":
-            return DeclaredCall(self, None, None, "none").plan(call, choices)
-        headers = self.agree("attention", agreement.same(call, choices), agreement.own(call, choices))
-        plan, backend = agreement.settle(self.config, self.rank, call, headers)
-        pair = next(choice.pair for choice in choices if choice.backend == backend)
-        anchored = any(plan.wanted) and not any(call.facts.wanted)
-        return plan.compose(self.groups, pair), anchored
+    def plan(self, call: Call, choices: tuple[Choice, ...]) -> Planned:
+        """Agree with the other ranks on this call."""
+        return DeclaredCall(self).plan(call, choices)
+
+    def replan(self, call: Call, pair: OpPair, numbers: Sequence[int]) -> OpPair:
+        """The composition of a call that was planned before, from its plan's numbers."""
+        return DeclaredCall(self).replan(call, pair, numbers)
 
     def _dim(self, x: Tensor, dim: int) -> int:
         if not -x.dim() <= dim < x.dim():
@@ -218,52 +248,27 @@ def _known_to_peers(error: BaseException | None) -> bool:
     return False
 
 
-def _refuse_what_is_not_passed_around(call: Call) -> None:
-    """What one device can and a context cannot yet, whatever the backend."""
-    facts = call.facts
-    table = (
-        (facts.wanted.bias, "the gradient of a float mask", "mask.detach()"),
-        (facts.dropout, "dropout", "dropout_p=0"),
-        (facts.softcap, "softcap", "softcap=0"),
-        (call.window != (None, None), "Window", "a mask with this rank's rows"),
-        ("segments" in facts.mask_kinds, "Segments", "a mask with this rank's rows"),
-    )
-    for hit, what, remedy in table:
-        if hit:
-            raise UnsupportedError(
-                message(
-                    f"{what} is not supported under context parallelism yet",
-                    call=call.text,
-                    remedy=f"{remedy}, or parallel=False with native_math",
-                )
-            )
+def find(key: str) -> ContextParallel:
+    """The context of that name in this process."""
+    found = _by_key.get(key)
+    if found is None:
+        raise ArgumentError(message("the context of this call is gone", value=key, remedy="keep the ContextParallel"))
+    return found
 
 
-@dataclass(frozen=True)
-class DeclaredCall:
-    """A context with one call's lengths (None: every rank holds as many tokens as this one) and mask kind declared."""
-
-    context: ContextParallel
-    q_lengths: tuple[int, ...] | None
-    k_lengths: tuple[int, ...] | None
-    mask: MaskKind
-
-    def facts(self, call: Call) -> Facts:
-        return self.context.facts(call)
-
-    @contextlib.contextmanager
-    def refusing_together(self) -> Iterator[None]:
-        """Nothing is exchanged in a declared call, so a refusal stays on its rank."""
-        yield
-
-    def plan(self, call: Call, choices: tuple[Choice, ...]) -> tuple[OpPair, bool]:
-        """The composed pair; `declared` checks this rank's part against the declaration."""
-        context = self.context
-        size = context.size
-        q_lengths = self.q_lengths or (call.facts.q_len,) * size
-        k_lengths = self.k_lengths or (call.facts.k_len,) * size
-        plan = agreement.declared(context.config, context.rank, call, q_lengths, k_lengths, self.mask)
-        return plan.compose(context.groups, choices[0].pair), False
+_made: dict[tuple[object, ...], ContextParallel] = {}
 
 
-__all__ = ["Connectable", "ContextParallel", "DeclaredCall"]
+def context_parallel(config: ContextParallelConfig) -> ContextParallel:
+    """The context of a config, made once for the default process group of the time: the same groups whenever it is
+    asked for again. All ranks of the context ask for it together. Raises as ContextParallel does."""
+    world = default_group()
+    for known in [key for key in _made if key[1] is not world]:  # that process group was destroyed
+        del _made[known]
+    found = _made.get((config, world))
+    if found is None:
+        found = _made[config, world] = ContextParallel(config)
+    return found
+
+
+__all__ = ["Connectable", "ContextParallel", "DeclaredCall", "Planned", "context_parallel", "find"]

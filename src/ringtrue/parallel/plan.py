@@ -1,116 +1,134 @@
-"""What the ranks of a context agree on for one call, and what follows: globalise(ulysses(ring(pair)))."""
+"""What the ranks of a context agree on for one call, and what follows: joint(globalise(ulysses(level(ring(pair)))))."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-import torch
-from torch import Tensor
-
-from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted
-from ..level import level
-from .comm import Comm, Groups, Template
+from ..contract import OpPair, Wanted
+from ..level import Places, level
+from .comm import Alone, Groups
+from .config import ContextParallelConfig
+from .globalise import globalise
+from .joint import joint
+from .layout import Layout, Spans, behind, contiguous, count, head_tail, lengths_of, together
 from .ring import ring
-from .schedule import Schedule, starts
+from .schedule import Schedule
 from .ulysses import head_shares, ulysses
+
+KEY_KINDS = ("key_keep", "key_bias", "k_segments")  # parts of a mask that are sharded like the keys
 
 
 @dataclass(frozen=True)
 class Plan:
     """Values only: every rank of the context holds the same, but for `rank`.
 
-    q_lengths, k_lengths  tokens per context rank, in global order
-    alignments            causal alignments asked for ("top_left", "bottom_right"); empty = not causal
-    key_kinds             key masks that some rank has ("key_keep", "key_bias"); one without key_keep keeps all its keys
+    q_lengths, k_lengths  tokens per context rank, as each rank passes them: a joint prefix is in all of them
+    alignments, window    causal alignments ("top_left", "bottom_right") and the window's first and last key asked for
+    key_kinds             those of KEY_KINDS that some rank has; one without key_keep beside others keeps all its keys
     mask_rows             a dense mask that differs by row
     wanted                gradients that any rank wants
     """
 
     rank: int
-    ulysses_degree: int
-    ring_degree: int
+    config: ContextParallelConfig
     heads: int
     kv_heads: int
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
+    joint_prefix: int = 0
+    kv_replicated: bool = False
     alignments: frozenset[str] = frozenset()
+    window: tuple[int | None, int | None] = (None, None)
     key_kinds: frozenset[str] = frozenset()
     mask_rows: bool = False
     wanted: Wanted = Wanted(False, False, False)
 
+    @cached_property
+    def q(self) -> Layout:
+        """Where the queries of every rank lie, each token of a joint prefix on one of them."""
+        return layout_of(self.config, self.q_lengths, self.joint_prefix)
+
+    @cached_property
+    def k(self) -> Layout | None:
+        """Where the keys of every rank lie; None where every rank has all of them."""
+        return None if self.kv_replicated else layout_of(self.config, self.k_lengths, self.joint_prefix)
+
     @property
-    def causal(self) -> int | None:
-        """The offset for the first global query: query i sees keys j <= i + offset; several alignments all apply."""
-        bottom = sum(self.k_lengths) - sum(self.q_lengths)
-        offsets = [0 if a == "top_left" else bottom for a in self.alignments]
-        return min(offsets) if offsets else None
+    def totals(self) -> tuple[int, int]:
+        """Queries and keys of all ranks."""
+        keys = self.k_lengths[0] if self.k is None else sum(map(count, self.k))
+        return sum(map(count, self.q)), keys
+
+    @property
+    def ends(self) -> tuple[int | None, int | None]:
+        """Causal limit and window of a query at position 0: it sees keys since to causal; several ends all apply."""
+        since, upto = self.window
+        queries, keys = self.totals
+        last = [0 if a == "top_left" else keys - queries for a in self.alignments] + ([] if upto is None else [upto])
+        # beyond, they hide no more and no less
+        causal, since = (x if x is None else max(min(x, keys), -queries) for x in (min(last, default=None), since))
+        return causal, since
+
+    def numbers(self) -> tuple[int, ...]:
+        """What only all ranks together know, for `with_numbers`; as many numbers for every call of a context."""
+        kinds = (kind in self.key_kinds for kind in KEY_KINDS)
+        return tuple(map(int, (*self.q_lengths, *self.k_lengths, self.mask_rows, *kinds, *self.wanted)))
+
+    @staticmethod
+    def count(size: int) -> int:
+        """How many numbers there are in a context of `size` ranks."""
+        return 2 * size + 1 + len(KEY_KINDS) + len(Wanted._fields)
 
     def compose(self, groups: Groups, pair: OpPair) -> OpPair:
         """The pair over this context. Its mask is the user's: this rank's rows, key masks sharded like the keys."""
-        degree = self.ulysses_degree
-        first = self.rank - self.rank % degree  # the first context rank of this rank's Ulysses group
-        group = slice(first, first + degree)
-        if self.ring_degree > 1:
-            per_ring = [
-                tuple(sum(n[r * degree : (r + 1) * degree]) for r in range(self.ring_degree))
-                for n in (self.q_lengths, self.k_lengths)
-            ]
-            pair = ring(pair, groups.ring, Schedule(per_ring[0], per_ring[1], self.causal), self.wanted)
+        own = self.q[self.rank]
+        if self.k is None:
+            _, keys = self.totals
+            whole = ((0, keys),) if keys else ()
+            pair = self._ring(pair, Alone("replicated keys"), (own,), (whole,))
+        else:
+            pair = self._exchanging(groups, pair, self.k)
+        kinds = [kind for kind in KEY_KINDS if kind in self.key_kinds and self.k is not None]
+        comm = groups.context
+        pair = globalise(pair, comm, self.k, self.totals[1], kinds, self.ends, self.mask_rows, self.wanted)
+        return joint(pair, comm, self.joint_prefix, self.mask_rows, self.k is not None) if self.joint_prefix else pair
+
+    def _exchanging(self, groups: Groups, pair: OpPair, k: Layout) -> OpPair:
+        degree = self.config.ulysses_degree
+        by_group = [slice(first, first + degree) for first in range(0, self.config.size, degree)]
+        if self.config.ring_degree > 1:
+            queries, keys = (tuple(together(layout[group]) for group in by_group) for layout in (self.q, k))
+            pair = self._ring(pair, groups.ring, queries, keys)
         if degree > 1:
+            group = by_group[self.rank // degree]
             shares = head_shares(self.heads, self.kv_heads, degree)
-            lengths = self.q_lengths[group], self.k_lengths[group]
-            pair = ulysses(pair, groups.ulysses, shares, *lengths, self.wanted, self.mask_rows)
-        return globalise(level(pair), groups.context, self)
+            pair = ulysses(pair, groups.ulysses, shares, self.q[group], k[group], self.wanted, self.mask_rows)
+        return pair
+
+    def _ring(self, pair: OpPair, comm: object, q: Layout, k: Layout) -> OpPair:
+        mine = comm.rank  # type: ignore[attr-defined]
+        return level(ring(pair, comm, Schedule(q, k, *self.ends), self.wanted), places(q[mine]))  # type: ignore[arg-type]
 
 
-def globalise(pair: OpPair, comm: Comm, plan: Plan) -> OpPair:
-    """Turn the user's mask into one with this rank's rows and the columns of *all* keys, in global order.
-
-    Key masks (one bit or number a token) are gathered once, in forward; backward finds them in `saved`.
-    """
-    keys, total = tuple(sorted(plan.key_kinds)), sum(plan.k_lengths)
-
-    def whole(mask: Mask, gathered: Mapping[str, Tensor], q_len: int) -> Mask:
-        dense = mask.dense
-        if plan.mask_rows and dense is not None and dense.shape[2] != q_len:  # this rank's rows are all alike
-            dense = dense.expand(-1, -1, q_len, -1)
-        if dense is not None and dense.dtype != torch.bool and dense.shape[3] == 1 < total:
-            dense = dense.expand(-1, -1, -1, total)  # how many keys are alike is known here only
-        causal = None if plan.causal is None else plan.causal + starts(plan.q_lengths)[plan.rank]
-        return Mask(dense, gathered.get("key_keep"), gathered.get("key_bias"), causal=causal)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
-        gathered = {kind: _gather_keys(getattr(mask, kind), k, comm, plan) for kind in keys}
-        result = pair.forward(q, k, v, whole(mask, gathered, q.shape[1]), rng, options)
-        return result._replace(saved=(*gathered.values(), *result.saved))
-
-    def backward(
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        out: Tensor,
-        lse: Tensor,
-        rng: object,
-        saved: tuple[Tensor, ...],
-        options: Options,
-        wanted: Wanted,
-    ) -> Grads:
-        gathered = dict(zip(keys, saved, strict=False))
-        full = whole(mask, gathered, grad_out.shape[1])
-        inner = saved[len(keys) :]
-        return pair.backward(grad_out, grad_lse, q, k, v, full, out, lse, rng, inner, options, plan.wanted)
-
-    return replace(pair, forward=forward, backward=backward)
+def layout_of(config: ContextParallelConfig, lengths: Sequence[int], prefix: int = 0) -> Layout:
+    """Where the tokens of every rank lie, from how many each passes."""
+    own = [length - prefix for length in lengths]
+    if config.load_balance == "head_tail":
+        layout = head_tail(sum(own), config.ulysses_degree, config.ring_degree)
+    else:
+        layout = contiguous(own)
+    return behind(prefix, layout) if prefix else layout
 
 
-def _gather_keys(mine: Tensor | None, k: Tensor, comm: Comm, plan: Plan) -> Tensor:
-    """A sharded (B, Sk) key mask for all keys; a rank that has none beside others' KeyPadding keeps all its keys."""
-    if mine is None:
-        mine = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    forms = [[Template((k.shape[0], n), mine.dtype)] for n in plan.k_lengths]
-    received = comm.exchange([[mine]] * comm.size, forms, k.device).wait()
-    return torch.cat([part for (part,) in received], 1)
+def balanced_lengths(config: ContextParallelConfig, total: int) -> tuple[int, ...]:
+    """Tokens per rank under load_balance="head_tail"."""
+    return lengths_of(head_tail(total, config.ulysses_degree, config.ring_degree))
+
+
+def places(spans: Spans) -> Places:
+    """Which of a rank's queries are neighbours, and how far their positions are ahead of their places."""
+    starts = (0, *accumulate(stop - start for start, stop in spans))
+    return tuple((slice(a, b), start - a) for (a, b), (start, _) in zip(pairwise(starts), spans, strict=True))

@@ -8,11 +8,14 @@ from torch.autograd.function import once_differentiable
 
 from ..contract import accumulate_dtype
 from .comm import Comm, Template
+from .layout import Layout, Spans, count, cuts, dealt, in_order
 
 
-def shard(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """This rank's slice of a tensor that is whole on every rank; autograd zero-pads, so it is Partial("sum")."""
-    return x.tensor_split(size, dim)[rank].contiguous()  # a linear layer rounds twice on a strided 16-bit input
+def shard(x: Tensor, dim: int, spans: Spans) -> Tensor:
+    """Some positions of a tensor that is whole on every rank; autograd zero-pads, so it is Partial("sum")."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in spans] or [x.narrow(dim, 0, 0)]
+    # contiguous: a linear layer rounds twice on a strided 16-bit input
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
 
 
 class Gather(torch.autograd.Function):
@@ -22,17 +25,17 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: Tensor, anchor: Tensor | None, dim: int, lengths: tuple[int, ...], comm: Comm, backward: str
+        ctx, x: Tensor, anchor: Tensor | None, dim: int, layout: Layout, comm: Comm, backward: str
     ) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.comm, ctx.how = dim, lengths, comm, backward
-        forms = [[Template(_with(x, dim, n), x.dtype)] for n in lengths]
+        ctx.dim, ctx.layout, ctx.comm, ctx.how = dim, layout, comm, backward
+        forms = [[Template(_with(x, dim, count(spans)), x.dtype)] for spans in layout]
         received = comm.exchange([[x]] * comm.size, forms, x.device).wait()
-        return torch.cat([part for (part,) in received], dim)
+        return in_order([part for (part,) in received], layout, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        parts = grad.split(ctx.lengths, ctx.dim)
+        parts = dealt(grad, ctx.layout, ctx.dim)
         mine = parts[ctx.comm.rank]
         if ctx.how == "slice":
             return mine.contiguous(), *(None,) * 5
@@ -42,6 +45,12 @@ class Gather(torch.autograd.Function):
         for (part,) in received:
             total += part
         return total.to(grad.dtype), *(None,) * 5
+
+
+def own_piece(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    """A tensor that every rank holds, with the gradient of this rank's piece alone, so that each counts once."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in cuts(x.shape[dim], size)]
+    return torch.cat([piece if owner == rank else piece.detach() for owner, piece in enumerate(pieces)], dim)
 
 
 def _with(x: Tensor, dim: int, length: int) -> tuple[int, ...]:

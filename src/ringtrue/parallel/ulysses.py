@@ -2,7 +2,8 @@
 
 Any number of heads on any degree: query heads are cut along key heads where there are enough of those, else evenly, and
 key heads travel once to every rank that needs them. Gradients of key heads that several ranks hold are summed by their
-owner, in float32. Forward moves q, k, v and out, backward grad_out, dq, dk and dv: nothing is exchanged twice.
+owner, in float32. Forward moves q, k, v and out, backward grad_out, dq, dk and dv: nothing is exchanged twice. Tokens
+of a group are joined in global order, however they lie on its ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from .comm import Comm, Template
+from .layout import Layout, count, cuts, dealt, in_order
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ def head_shares(heads: int, kv_heads: int, degree: int) -> tuple[Share, ...]:
     """Which heads each of `degree` ranks computes; some may have none."""
     group = heads // kv_heads if kv_heads else 1
     if kv_heads >= degree:
-        return tuple(Share(slice(a * group, b * group), slice(a, b)) for a, b in _cut(kv_heads, degree))
-    return tuple(_share(a, b, group) for a, b in _cut(heads, degree))
+        return tuple(Share(slice(a * group, b * group), slice(a, b)) for a, b in cuts(kv_heads, degree))
+    return tuple(_share(a, b, group) for a, b in cuts(heads, degree))
 
 
 def _share(start: int, stop: int, group: int) -> Share:
@@ -51,29 +53,23 @@ def _share(start: int, stop: int, group: int) -> Share:
     return Share(slice(start, stop), slice(first, last), index)
 
 
-def _cut(n: int, parts: int) -> list[tuple[int, int]]:
-    """Where torch.tensor_split cuts n items."""
-    size, longer = divmod(n, parts)
-    bounds = [i * size + min(i, longer) for i in range(parts + 1)]
-    return list(pairwise(bounds))
-
-
 def ulysses(
     pair: OpPair,
     comm: Comm,
     shares: tuple[Share, ...],
-    q_lengths: tuple[int, ...],
-    k_lengths: tuple[int, ...],
+    q: Layout,
+    k: Layout,
     wanted: Wanted,
     mask_rows: bool,
 ) -> OpPair:
-    """The pair over one Ulysses group, whose ranks hold `q_lengths` and `k_lengths` tokens and compute `shares`.
+    """The pair over one Ulysses group, whose ranks hold the tokens `q` and `k` and compute the heads `shares`.
 
-    Its mask has this rank's rows and the columns of all keys; `mask_rows` says that a dense mask differs by row.
-    `wanted` is what any rank wants. It keeps what backward needs in the exchanged layout.
+    Its mask has this rank's rows and the columns of all keys; `mask_rows` says that a dense mask differs by row; its
+    segments have rows always. `wanted` is what any rank wants. It keeps what backward needs in the exchanged layout.
+    dbias has this rank's rows; without rows it is what this rank's heads and the group's queries add.
     """
-    op = _Ulysses(pair, comm, shares, q_lengths, k_lengths, wanted, mask_rows)
-    claims = replace(pair.claims, dlse=False, dbias=False, double_backward=False)
+    op = _Ulysses(pair, comm, shares, q, k, wanted, mask_rows)
+    claims = replace(pair.claims, double_backward=False)
     return replace(pair, forward=op.forward, backward=op.backward, claims=claims, reads_inputs=False)
 
 
@@ -82,8 +78,8 @@ class _Ulysses:
     pair: OpPair
     comm: Comm
     shares: tuple[Share, ...]
-    q_lengths: tuple[int, ...]
-    k_lengths: tuple[int, ...]
+    q: Layout
+    k: Layout
     wanted: Wanted
     mask_rows: bool
 
@@ -91,7 +87,7 @@ class _Ulysses:
     def mine(self) -> Share:
         return self.shares[self.comm.rank]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
         qs, ks, vs, *rows = self._scatter_heads(q, k, v, mask)
         ks, vs = (self._expand(x) for x in (ks, vs))
         inner = replace(options, return_lse=True)
@@ -112,92 +108,100 @@ class _Ulysses:
         mask: Mask,
         out: None,
         lse: None,
-        rng: object,
+        rng: Tensor | None,
         saved: tuple[Tensor, ...],
         options: Options,
         _: Wanted,
     ) -> Grads:
         qs, ks, vs, outs, lses, *inner = saved
-        rows = [inner.pop(0)] if self.mask_rows else []
-        forms = [
-            [Template((*_lead(grad_out, n), self.mine.heads, grad_out.shape[-1]), grad_out.dtype)]
-            for n in self.q_lengths
-        ]
-        parcels = [[grad_out[:, :, share.q]] for share in self.shares]
-        received = self.comm.exchange(parcels, forms, grad_out.device).wait()
+        rows = [inner.pop(0) for _ in self._row_parts(mask)]
+        grad_out, *of_lse = self._scatter_upstream(grad_out, grad_lse, lses, options)
         grads = self.pair.backward(
-            torch.cat([one for (one,) in received], 1), None, qs, ks, vs, self._mask(mask, rows), outs, lses, rng,
-            tuple(inner), options, self.wanted,
+            grad_out, of_lse[0] if of_lse else None, qs, ks, vs, self._mask(mask, rows), outs, lses, rng, tuple(inner),
+            options, self.wanted,
         )  # fmt: skip
-        return self._return_tokens(grads.dq, self._fold(grads.dk), self._fold(grads.dv))
+        return self._return_tokens(grads.dq, self._fold(grads.dk), self._fold(grads.dv), grads.dbias, mask)
+
+    def _row_parts(self, mask: Mask) -> list[tuple[Tensor, bool]]:
+        """What has a row for each query, rows in dim 1 and heads in dim 2, and whether it differs by head."""
+        parts = []
+        if self.mask_rows and mask.dense is not None:
+            parts.append((mask.dense.transpose(1, 2), mask.dense.shape[1] > 1))
+        if mask.q_segments is not None:
+            parts.append((mask.q_segments[:, :, None, None], False))
+        return parts
 
     def _scatter_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> list[Tensor]:
-        """All tokens of the group for this rank's heads: q, k, v, and the rows of a mask that has rows."""
-        kv_lengths = (self.q_lengths, self.k_lengths, self.k_lengths)
-        heads = (self.mine.heads, self.mine.kv_heads, self.mine.kv_heads)
-        parcels = [[q[:, :, s.q], k[:, :, s.kv], v[:, :, s.kv]] for s in self.shares]
+        """All tokens of the group for this rank's heads: q, k, v, and what of the mask has rows."""
+        sent = [(q, self.q, "q"), (k, self.k, "kv"), (v, self.k, "kv")]
+        sent += [(x, self.q, "q" if per_head else "") for x, per_head in self._row_parts(mask)]
+        received = self._to_heads(sent)
+        return [*received[:3], *(x.transpose(1, 2) for x in received[3:])]
+
+    def _scatter_upstream(
+        self, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor, options: Options
+    ) -> list[Tensor]:
+        """grad_out, and where lse was given out its gradient, zeros where nobody here has one: peers may."""
+        sent = [(grad_out, self.q, "q")]
+        if options.return_lse:
+            batch, length, heads, _ = grad_out.shape
+            of_lse = lse.new_zeros(batch, heads, length) if grad_lse is None else grad_lse
+            sent.append((of_lse.transpose(1, 2), self.q, "q"))
+        grad_out, *rest = self._to_heads(sent)
+        return [grad_out, *(x.transpose(1, 2) for x in rest)]
+
+    def _to_heads(self, sent: list[tuple[Tensor, Layout, str]]) -> list[Tensor]:
+        """(B, tokens here, all heads, ...) -> (B, tokens of the group, heads here, ...); each with its layout and kind
+        of heads: "q", "kv", or "" for one that is the same for all heads."""
+        parcels = [[_heads(x, share, kind) for x, _, kind in sent] for share in self.shares]
         forms = [
-            [
-                Template((*_lead(x, n[rank]), h, x.shape[-1]), x.dtype)
-                for x, n, h in zip((q, k, v), kv_lengths, heads, strict=True)
-            ]
+            [Template(_shape(x, count(layout[rank]), self.mine, kind), x.dtype) for x, layout, kind in sent]
             for rank in range(self.comm.size)
         ]
-        if self.mask_rows and mask.dense is not None:
-            dense = mask.dense.transpose(1, 2)  # (b, rows, h, k): rows are joined like tokens
-            per_head = dense.shape[2] > 1
-            for rank, share in enumerate(self.shares):
-                parcels[rank].append(dense[:, :, share.q] if per_head else dense)
-                count = self.mine.heads if per_head else 1
-                form = (*_lead(dense, self.q_lengths[rank]), count, dense.shape[-1])
-                forms[rank].append(Template(form, dense.dtype))
-        received = self.comm.exchange(parcels, forms, q.device).wait()
-        joined = [torch.cat(parts, 1) for parts in zip(*received, strict=True)]
-        return [*joined[:3], *(x.transpose(1, 2) for x in joined[3:])]
+        received = self.comm.exchange(parcels, forms, sent[0][0].device).wait()
+        parts = zip(zip(*received, strict=True), sent, strict=True)
+        return [in_order(pieces, layout, 1) for pieces, (_, layout, _) in parts]
 
     def _gather_heads(self, parts: list[Tensor]) -> list[Tensor]:
         """This rank's tokens for all heads, from (B, tokens of the group, heads here, ...) tensors."""
+        received = self._to_tokens([(x, self.q, "q") for x in parts])
+        return [torch.cat(pieces, 2) for pieces in received]
+
+    def _to_tokens(self, sent: list[tuple[Tensor, Layout, str]]) -> list[list[Tensor]]:
+        """(B, tokens of the group, heads here, ...) -> for each, from every rank (B, tokens here, heads there, ...)."""
         mine = self.comm.rank
-        parcels = [list(pieces) for pieces in zip(*(x.split(self.q_lengths, 1) for x in parts), strict=True)]
+        parcels = [list(pieces) for pieces in zip(*(dealt(x, layout, 1) for x, layout, _ in sent), strict=True)]
         forms = [
-            [Template((*_lead(x, self.q_lengths[mine]), share.heads, *x.shape[3:]), x.dtype) for x in parts]
+            [Template(_shape(x, count(layout[mine]), share, kind), x.dtype) for x, layout, kind in sent]
             for share in self.shares
         ]
-        received = self.comm.exchange(parcels, forms, parts[0].device).wait()
-        return [torch.cat(pieces, 2) for pieces in zip(*received, strict=True)]
+        received = self.comm.exchange(parcels, forms, sent[0][0].device).wait()
+        return [list(pieces) for pieces in zip(*received, strict=True)]
 
-    def _return_tokens(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Grads:
+    def _return_tokens(
+        self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, mask: Mask
+    ) -> Grads:
         """Gradients back to the ranks that own the tokens; those of a key head that several ranks had are summed."""
-        mine = self.comm.rank
-        grads = [
-            (g, n, kv)
-            for g, n, kv in ((dq, self.q_lengths, False), (dk, self.k_lengths, True), (dv, self.k_lengths, True))
-            if g is not None
-        ]
-        if not grads:
-            return Grads(None, None, None)
-        parcels = [list(pieces) for pieces in zip(*(g.split(n, 1) for g, n, _ in grads), strict=True)]
-        forms = [
-            [
-                Template((*_lead(g, n[mine]), share.kv_heads if kv else share.heads, g.shape[-1]), g.dtype)
-                for g, n, kv in grads
-            ]
-            for share in self.shares
-        ]
-        received = self.comm.exchange(parcels, forms, grads[0][0].device).wait()
-        done = iter(
-            [
-                self._joined(list(pieces), kv)
-                for pieces, (_, _, kv) in zip(zip(*received, strict=True), grads, strict=True)
-            ]
-        )
-        return Grads(*(None if g is None else next(done) for g in (dq, dk, dv)))
+        per_head = mask.dense is not None and mask.dense.shape[1] > 1
+        of_rows = dbias.transpose(1, 2) if dbias is not None and self.mask_rows else None
+        told = ((dq, self.q, "q"), (dk, self.k, "kv"), (dv, self.k, "kv"), (of_rows, self.q, "q" if per_head else ""))
+        sent = [(x, layout, kind) for x, layout, kind in told if x is not None]
+        done = iter(self._to_tokens(sent) if sent else [])
+        dq, dk, dv, rows = (None if x is None else self._joined(next(done), kind) for x, _, kind in told)
+        if rows is not None:
+            return Grads(dq, dk, dv, rows.transpose(1, 2))
+        if dbias is not None and dbias.dim() == 4 and per_head:  # of this rank's heads; the others add theirs
+            full = dbias.new_zeros(dbias.shape[0], self.shares[-1].q.stop, *dbias.shape[2:])
+            full[:, self.mine.q] = dbias
+            dbias = full
+        return Grads(dq, dk, dv, dbias)
 
-    def _joined(self, pieces: list[Tensor], kv: bool) -> Tensor:
-        slices = [share.kv if kv else share.q for share in self.shares]
+    def _joined(self, pieces: list[Tensor], kind: str) -> Tensor:
+        """The heads of all ranks; a head that several ranks had is summed in float32."""
+        slices = [{"q": share.q, "kv": share.kv, "": slice(0, 1)}[kind] for share in self.shares]
         if all(a.stop == b.start for a, b in pairwise(slices)):  # nobody holds a head twice
             return torch.cat(pieces, 2)
-        shape = (*pieces[0].shape[:2], slices[-1].stop, pieces[0].shape[-1])
+        shape = (*pieces[0].shape[:2], slices[-1].stop, *pieces[0].shape[3:])
         total = torch.zeros(shape, dtype=accumulate_dtype(pieces[0].dtype), device=pieces[0].device)
         for where, piece in zip(slices, pieces, strict=True):
             total[:, :, where] += piece
@@ -205,13 +209,13 @@ class _Ulysses:
 
     def _mask(self, mask: Mask, rows: list[Tensor]) -> Mask:
         """The mask for all tokens of the group as rows, and this rank's heads."""
-        dense = mask.dense
-        if rows:
-            dense = rows[0]
+        dense, left = mask.dense, list(rows)
+        if self.mask_rows and dense is not None:
+            dense = left.pop(0)
         elif dense is not None and dense.shape[1] > 1:
             dense = dense[:, self.mine.q]
-        causal = None if mask.causal is None else mask.causal - sum(self.q_lengths[: self.comm.rank])
-        return Mask(dense, mask.key_keep, mask.key_bias, causal=causal)
+        segments = None if mask.q_segments is None else left.pop(0)[:, 0, :, 0]
+        return replace(mask, dense=dense, q_segments=segments)
 
     def _expand(self, x: Tensor) -> Tensor:
         """One key head per query head where the share's heads do not group evenly; they travelled compact."""
@@ -230,5 +234,10 @@ class _Ulysses:
         return total.to(grad.dtype)
 
 
-def _lead(x: Tensor, length: int) -> tuple[int, int]:
-    return x.shape[0], length
+def _heads(x: Tensor, share: Share, kind: str) -> Tensor:
+    return x[:, :, {"q": share.q, "kv": share.kv, "": slice(None)}[kind]]
+
+
+def _shape(x: Tensor, length: int, share: Share, kind: str) -> tuple[int, ...]:
+    heads = {"q": share.heads, "kv": share.kv_heads, "": x.shape[2]}[kind]
+    return (x.shape[0], length, heads, *x.shape[3:])

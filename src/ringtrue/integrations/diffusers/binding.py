@@ -102,6 +102,7 @@ def parallelize(
     if binding is not None and binding.hooks is not None:
         _fail("this model is parallelized already", remedy="undo(model) first")
     config = translated(config)
+    _check_order(config)
     if backward not in ("sum", "slice"):
         _fail("unknown gather_backward", limit='"sum" or "slice"', value=repr(backward))
     if type(check_inputs) is not int or check_inputs < 0:
@@ -122,6 +123,18 @@ def parallelize(
         raise
     model.__dict__[ATTRIBUTE] = binding
     return context
+
+
+def _check_order(config: rt.ContextParallelConfig | rt.ContextParallel) -> None:
+    config = config.config if isinstance(config, rt.ContextParallel) else config
+    if config.load_balance != "none":
+        text = rt.errors.message(
+            "[order-unknown] load_balance under parallelize: a call sees the shards of each stream rank by rank",
+            limit='load_balance="none"',
+            value=repr(config.load_balance),
+            remedy="these models attend without a causal mask: contiguous shards are balanced",
+        )
+        raise rt.UnsupportedError(text)
 
 
 def use(model: nn.Module, backend: str | rt.OpPair) -> None:

@@ -107,8 +107,10 @@ def read(given: object, batch: int, keys: int) -> rt.KeyPadding | rt.KeyBias | N
             "make it with local_key_mask(text, image, model=model) from the masks of the whole sequence",
         )
     if given.requires_grad and torch.is_grad_enabled():
-        text = "the gradient of a float mask is not supported under context parallelism yet"
-        raise rt.UnsupportedError(rt.errors.message(text, value=value, remedy="mask.detach()"))
+        text = "the gradient of a float mask is not supported under parallelize"
+        raise rt.UnsupportedError(
+            rt.errors.message(text, value=value, remedy="mask.detach(), or rt.attention itself with KeyBias")
+        )
     flat = given.reshape(given.shape[0], keys).expand(batch, keys)
     return rt.KeyPadding(flat) if flat.dtype == torch.bool else rt.KeyBias(flat)
 
