@@ -10,7 +10,6 @@ from torch import Tensor
 import ringtrue as rt
 from ringtrue.audit.judge import judged
 from ringtrue.parallel.twin import Rank, World
-from ringtrue.parallel.ulysses import head_shares
 
 
 def context(mesh: Rank, ulysses: int = 1, ring: int = 1, **options: object) -> rt.ContextParallel:
@@ -190,16 +189,6 @@ def test_traffic_of_one_call() -> None:
         assert sent == {"ring": 0, "ulysses": 8 * one * 3 // 4}
     for sent in World(4).run(body, (1, 4)):
         assert sent == {"ring": (3 * 2 + 3 * 2 + 3 * 2) * one, "ulysses": 0}
-
-
-def test_head_shares_cover_every_head_once() -> None:
-    for heads, kv_heads, degree in [(8, 8, 4), (3, 3, 2), (6, 2, 4), (12, 3, 4), (2, 1, 4), (30, 30, 4), (8, 2, 3)]:
-        shares = head_shares(heads, kv_heads, degree)
-        assert [h for s in shares for h in range(s.q.start, s.q.stop)] == list(range(heads))
-        for share in shares:
-            reads = [h * kv_heads // heads for h in range(share.q.start, share.q.stop)]
-            index = share.index or [i * share.kv_heads // max(share.heads, 1) for i in range(share.heads)]
-            assert [share.kv.start + i for i in index] == reads
 
 
 def test_size_one_is_the_plain_call() -> None:

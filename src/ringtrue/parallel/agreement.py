@@ -27,6 +27,9 @@ DECLARED: dict[str, frozenset[str]] = {
     "segments": frozenset({"segments"}),
 }
 
+# in how many rounds heads go under Ulysses: where transfers run beside kernels, more than one hides them
+ROUNDS = {"cuda": 2}
+
 
 def same(call: Call, choices: Sequence[Choice], declared: DeclaredCall) -> dict[str, object]:
     """What must be equal on all ranks."""
@@ -124,6 +127,7 @@ def _plan(declared: DeclaredCall, call: Call) -> Plan:
         alignments=call.alignments,
         window=call.window,
         wanted=facts.wanted,
+        most_rounds=ROUNDS.get(facts.device, 1),
     )
 
 

@@ -16,7 +16,7 @@ from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumul
 from .comm import Comm, Template
 from .layout import Layout, count, dealt, in_order
 
-RANKS = 1 << 40  # random states that one rank may need
+RANKS = 1 << 48  # random states that one rank may need
 
 
 def globalise(

@@ -12,11 +12,12 @@ from ..level import Places, level
 from .comm import Alone, Groups
 from .config import ContextParallelConfig
 from .globalise import globalise
+from .heads import rounds_of
 from .joint import joint
 from .layout import Layout, Spans, behind, contiguous, count, head_tail, lengths_of, together
 from .ring import ring
 from .schedule import Schedule
-from .ulysses import head_shares, ulysses
+from .ulysses import ulysses
 
 KEY_KINDS = ("key_keep", "key_bias", "k_segments")  # parts of a mask that are sharded like the keys
 
@@ -30,6 +31,7 @@ class Plan:
     key_kinds             those of KEY_KINDS that some rank has; one without key_keep beside others keeps all its keys
     mask_rows             a dense mask that differs by row
     wanted                gradients that any rank wants
+    most_rounds           in how many rounds the heads may go under Ulysses
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Plan:
     key_kinds: frozenset[str] = frozenset()
     mask_rows: bool = False
     wanted: Wanted = Wanted(False, False, False)
+    most_rounds: int = 1
 
     @cached_property
     def q(self) -> Layout:
@@ -71,6 +74,12 @@ class Plan:
         # beyond, they hide no more and no less
         causal, since = (x if x is None else max(min(x, keys), -queries) for x in (min(last, default=None), since))
         return causal, since
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds heads go under Ulysses: rows of a mask that is the same for all heads travel once."""
+        rows = self.mask_rows or "k_segments" in self.key_kinds
+        return 1 if rows or self.config.ring_degree > 1 else self.most_rounds
 
     def numbers(self) -> tuple[int, ...]:
         """What only all ranks together know, for `with_numbers`; as many numbers for every call of a context."""
@@ -104,8 +113,8 @@ class Plan:
             pair = self._ring(pair, groups.ring, queries, keys)
         if degree > 1:
             group = by_group[self.rank // degree]
-            shares = head_shares(self.heads, self.kv_heads, degree)
-            pair = ulysses(pair, groups.ulysses, shares, self.q[group], k[group], self.wanted, self.mask_rows)
+            rounds = rounds_of(self.heads, self.kv_heads, degree, self.rounds)
+            pair = ulysses(pair, groups.ulysses, rounds, self.q[group], k[group], self.wanted, self.mask_rows)
         return pair
 
     def _ring(self, pair: OpPair, comm: object, q: Layout, k: Layout) -> OpPair:

@@ -1,0 +1,83 @@
+"""Heads over ranks and rounds: every one once, with the key head it reads; and what rounds hide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from draws import draw, on_twin
+
+import ringtrue as rt
+from ringtrue.audit.judge import judged
+from ringtrue.parallel import agreement
+from ringtrue.parallel.heads import Shares, head_shares, rounds_of
+from ringtrue.parallel.twin import Rank, World
+
+SIZES = [(8, 8, 4), (3, 3, 2), (6, 2, 4), (12, 3, 4), (2, 1, 4), (30, 30, 4), (8, 2, 3), (24, 8, 2), (5, 5, 2)]
+
+
+def heads_read(shares: Shares, heads: int, kv_heads: int) -> list[int]:
+    """The query heads of all shares; each is held beside the key head that it reads."""
+    for share in shares:
+        reads = [h * kv_heads // heads for h in range(share.q.start, share.q.stop)]
+        index = share.index or [i * share.kv_heads // max(share.heads, 1) for i in range(share.heads)]
+        assert [share.kv.start + i for i in index] == reads
+    return [h for share in shares for h in range(share.q.start, share.q.stop)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), SIZES)
+def test_every_head_is_computed_once(heads: int, kv_heads: int, degree: int) -> None:
+    assert heads_read(head_shares(heads, kv_heads, degree), heads, kv_heads) == list(range(heads))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), SIZES)
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_rounds_are_the_same_heads_rank_by_rank(heads: int, kv_heads: int, degree: int, most: int) -> None:
+    rounds = rounds_of(heads, kv_heads, degree, most)
+    by_rank = tuple(share for rank in zip(*rounds, strict=True) for share in rank)
+    assert heads_read(by_rank, heads, kv_heads) == list(range(heads))
+    assert len(rounds) == max(1, min(most, kv_heads // degree))
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_numbers_do_not_depend_on_rounds(most: int) -> None:
+    """Every draw with enough heads, float masks and their gradients among them."""
+    seen = 0
+    for seed in range(300):
+        problem = draw(seed)
+        ulysses, ring = problem.degrees
+        if ring == 1 and problem.inputs.k.shape[2] >= 2 * ulysses:
+            with patch.dict(agreement.ROUNDS, cpu=most):
+                failed = [str(v) for v in judged(on_twin(problem), problem.inputs) if not v.ok]
+            assert not failed, (seed, str(problem), failed)
+            seen += 1
+    assert seen > 5
+
+
+def order_of_events(mesh: Rank) -> list[str]:
+    """What one rank does in a forward and backward, in order."""
+    cp, done = rt.ContextParallel(rt.ContextParallelConfig(2, 1, mesh=mesh)), []
+    pair, exchange = rt.op_pair("native_math"), cp.groups.ulysses.exchange
+
+    def telling(what: str, fn: Any) -> Any:
+        def run(*args: Any) -> Any:
+            done.append(what)
+            return fn(*args)
+
+        return run
+
+    counting = replace(pair, forward=telling("forward", pair.forward), backward=telling("backward", pair.backward))
+    q = torch.randn(1, 3, 4, 8, requires_grad=True)
+    with patch.object(cp.groups.ulysses, "exchange", telling("exchange", exchange)):
+        rt.attention(q, q, q, parallel=cp, backend=counting).sum().backward()
+    return done
+
+
+def test_exchanges_are_posted_before_what_hides_them() -> None:
+    with patch.dict(agreement.ROUNDS, cpu=2):
+        for done in World(2).run(order_of_events):
+            half = ["exchange", "exchange", "forward", "exchange", "forward", "exchange"]
+            assert done == [*half, *("backward" if what == "forward" else what for what in half)]
