@@ -286,7 +286,7 @@ def test_other_devices_are_refused() -> None:
     def body(rank):
         pair(rank).exchange([FOUR_ZEROS] * 2, [FOUR] * 2, torch.device("meta")).wait()
 
-    with pytest.raises(ArgumentError, match="CPU tensors only"):
+    with pytest.raises(ArgumentError, match="CPU and CUDA tensors only"):
         World(2).run(body)
 
 
