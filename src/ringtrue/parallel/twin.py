@@ -135,7 +135,9 @@ class TwinComm:
 
     def _pack(self, parcel: Parcel, device: torch.device, what: str = "") -> Message:
         if device.type not in ("cpu", "cuda"):
-            raise ArgumentError(message("the in-process twin moves CPU and CUDA tensors only", limit="cpu, cuda", value=device))
+            raise ArgumentError(
+                message("the in-process twin moves CPU and CUDA tensors only", limit="cpu, cuda", value=device)
+            )
         return Message(what, self._count, describe(parcel), pack([parcel], device)[0])
 
     def _post(self, what: str, leaving: dict[int, Parcel], coming: dict[int, Form], device: torch.device) -> Operation:
