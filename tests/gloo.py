@@ -64,8 +64,8 @@ class Pool:
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, check: bool = True) -> list[Any]:
         """fn(rank, world, *args) on ranks 0 to world - 1; the results in rank order.
 
-        check=True raises RemoteError if any rank raised, check=False gives a Failure in its place. A task that is not
-        over after `timeout` seconds raises PoolTimeoutError, and the processes are replaced.
+        check=True raises RemoteError if any rank raised or died, check=False gives a Failure in its place. A task that
+        is not over after `timeout` seconds raises PoolTimeoutError. Processes that died are replaced.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world {world} does not fit a pool of {self.size}")
@@ -87,40 +87,46 @@ class Pool:
                 pipe.send(None)
         for process, _, _ in self._workers:
             process.join(5)
-        self._kill()
+        self._end(self._workers)
+        self._workers = []
         self._store = None
         self._folder.cleanup()
 
     def _start(self) -> None:
-        if self._workers:
-            return
-        # the parent hosts the store: no port to guess, and none that a dead rank could take along
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if self._store is None:
+            # the parent hosts the store: no port to guess, and none that a dead rank could take along
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         spawn = multiprocessing.get_context("spawn")
-        for index in range(self.size):
+        started = []
+        for index in range(len(self._workers), self.size):
             ours, theirs = spawn.Pipe()
-            dump = Path(self._folder.name) / f"{index}.txt"
+            dump = Path(self._folder.name) / f"{index}-{self._tasks}.txt"
             process = spawn.Process(target=_serve, args=(theirs, self._store.port, str(dump)), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours, dump))
-        for _, pipe, _ in self._workers:
+            started.append((process, ours, dump))
+        for _, pipe, _ in started:
             assert pipe.poll(120), "a process of the pool did not start"
             pipe.recv()
+        self._workers += started
 
     def _collect(self, workers: list[tuple[Any, Connection, Path]], deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
+        dead = []
         while missing := {pipe: rank for rank, (_, pipe, _) in enumerate(workers) if rank not in results}:
             ready = wait(list(missing), max(0.0, deadline - monotonic()))
             if not ready:
                 raise PoolTimeoutError(self._autopsy(workers, missing.values()))
             for pipe in ready:
+                worker = workers[missing[pipe]]
                 try:
                     results[missing[pipe]] = pickle.loads(pipe.recv())
-                except EOFError:
-                    code = workers[missing[pipe]][0].join(5) or workers[missing[pipe]][0].exitcode
-                    self._kill()
-                    raise RemoteError({missing[pipe]: Failure("exit", str(code), f"exit code {code}")}) from None
+                except (EOFError, ConnectionError):  # the others are waited for: they say what became of them
+                    code = worker[0].join(5) or worker[0].exitcode
+                    results[missing[pipe]] = Failure("exit", str(code), f"exit code {code}")
+                    dead.append(worker)
+        self._end(dead)
+        self._workers = [worker for worker in self._workers if worker not in dead]
         return [results[rank] for rank in range(len(workers))]
 
     def _autopsy(self, workers: list[tuple[Any, Connection, Path]], missing: Any) -> str:
@@ -132,15 +138,15 @@ class Pool:
             while monotonic() < until and not dump.read_text().rstrip().endswith("in <module>"):
                 sleep(0.05)
             text.append(f"---- rank {rank}, {'alive' if process.is_alive() else 'dead'} ----\n{dump.read_text()}")
-        self._kill()
+        self._end(self._workers)
+        self._workers = []
         return "\n".join(text)
 
-    def _kill(self) -> None:
-        for process, pipe, _ in self._workers:
+    def _end(self, workers: list[tuple[Any, Connection, Path]]) -> None:
+        for process, pipe, _ in workers:
             process.kill()
             process.join(5)
             pipe.close()
-        self._workers = []
 
 
 def _serve(pipe: Connection, port: int, dump: str) -> None:
