@@ -172,14 +172,17 @@ LOSSES = [("both", place) for place in PLACES] + [("ulysses", PLACES[1]), ("ring
 
 def intercept(patch: pytest.MonkeyPatch, header: bool, act: Callable[[], None]) -> None:
     """This rank acts before its next header, or its next payload."""
-    for name in ("exchange", "shift"):
 
-        def first(comm: TorchComm, *args: object, go_on: Callable[..., object] = getattr(TorchComm, name)) -> object:
+    def acting(go_on: Callable[..., object]) -> Callable[..., object]:
+        def first(comm: TorchComm, *args: object, **named: object) -> object:
             if comm.name.startswith("header") == header:
                 act()
-            return go_on(comm, *args)
+            return go_on(comm, *args, **named)
 
-        patch.setattr(TorchComm, name, first)
+        return first
+
+    patch.setattr(TorchComm, "exchange", acting(TorchComm.exchange))
+    patch.setattr(TorchComm, "shift", acting(TorchComm.shift))
 
 
 def step(cp: rt.ContextParallel, place: str, act: Callable[[], None] | None) -> None:
