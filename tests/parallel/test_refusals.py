@@ -11,13 +11,15 @@ import ringtrue as rt
 from gloo import Pool
 from ringtrue.parallel.twin import Rank, World
 
-LIMIT = 15  # seconds; a hang would be the pool's timeout
+LIMIT = 10  # seconds; a hang would be the pool's timeout
 
 # what rank 1 does otherwise -> what every rank's error says
 DIFFERENCES = {
     "batch": ("DisagreementError", "batch: rank 0 2, rank 1 1"),
     "heads": ("DisagreementError", "heads: rank 0 2, rank 1 4"),
+    "key heads": ("DisagreementError", "key heads: rank 0 2, rank 1 1"),
     "head dim": ("DisagreementError", "head dim: rank 0 8, rank 1 4"),
+    "value dim": ("DisagreementError", "value dim: rank 0 8, rank 1 4"),
     "dtype": ("DisagreementError", "dtype: rank 0 float32, rank 1 bfloat16"),
     "causal": ("DisagreementError", 'causal: rank 0 [], rank 1 ["top_left"]'),
     "scale": ("DisagreementError", "scale: rank 0 0.5, rank 1 0.25"),
@@ -25,40 +27,65 @@ DIFFERENCES = {
     "backend": ("DisagreementError", "backend: rank 0 auto, rank 1 native_math"),
     "mask kind": ("DisagreementError", "rank 0 none, or KeyPadding, rank 1 KeyBias float32"),
     "float beside bool": ("DisagreementError", "rank 1 KeyBias float32"),
-    "own mistake": ("PeerError", "rank 1"),
+    "a mask with rows": ("DisagreementError", "rank 0 none, or KeyPadding, rank 1 tensor bool"),
+    "segments": ("DisagreementError", "rank 0 none, or KeyPadding, rank 1 Segments"),
+    "window": ("DisagreementError", "window: rank 0 [null, null], rank 1 [-2, 0]"),
     "dropout": ("DisagreementError", "dropout_p: rank 0 0.0, rank 1 0.1"),
+    "softcap": ("DisagreementError", "softcap: rank 0 0.0, rank 1 2.0"),
+    "deterministic": ("DisagreementError", "deterministic: rank 0 false, rank 1 true"),
+    "joint prefix": ("DisagreementError", "joint_prefix: rank 0 0, rank 1 1"),
+    "replicated keys": ("DisagreementError", "kv_replicated: rank 0 false, rank 1 true"),
+    "grad mode": ("DisagreementError", "rank 1: grad mode off"),
+    "own mistake": ("PeerError", "rank 1"),
     "another call": ("DisagreementError", "gather"),
 }
+
+
+def other_arguments(cp: rt.ContextParallel, how: str) -> dict[str, object]:
+    """What rank 1 passes otherwise."""
+    table: dict[str, dict[str, object]] = {
+        "causal": {"is_causal": True},
+        "scale": {"scale": 0.25},
+        "return_lse": {"return_lse": True},
+        "backend": {"backend": "native_math"},
+        "mask kind": {"attn_mask": rt.KeyBias(torch.zeros(2, 3))},
+        "float beside bool": {"attn_mask": rt.KeyBias(torch.zeros(2, 3))},
+        "a mask with rows": {"attn_mask": torch.ones(3, 3 * cp.size, dtype=torch.bool)},
+        "segments": {"attn_mask": rt.Segments(torch.zeros(2, 3, dtype=torch.int64))},
+        "window": {"attn_mask": rt.Window(2, 0)},
+        "dropout": {"dropout_p": 0.1},
+        "softcap": {"softcap": 2.0},
+        "deterministic": {"deterministic": True},
+        "joint prefix": {"parallel": cp.call(joint_prefix=1)},
+        "replicated keys": {"parallel": cp.call(kv_replicated=True)},
+    }
+    return table.get(how, {})
 
 
 def call(cp: rt.ContextParallel, how: str) -> str:
     """One attention call that rank 1 makes in another way; the error's type and text."""
     other = cp.rank == 1
-    shape = [2, 3, 2, 8]
-    for name, axis, value in (("batch", 0, 1), ("heads", 2, 4), ("head dim", 3, 4)):
-        shape[axis] = value if other and how == name else shape[axis]
+    shapes = [[2, 3, 2, 8] for _ in "qkv"]
+    changes = {"batch": (0, 1, "qkv"), "heads": (2, 4, "q"), "key heads": (2, 1, "kv"), "head dim": (3, 4, "qk"),
+               "value dim": (3, 4, "v")}  # fmt: skip
+    if other and how in changes:
+        axis, value, of = changes[how]
+        for name in of:
+            shapes["qkv".index(name)][axis] = value
     dtype = torch.bfloat16 if other and how == "dtype" else torch.float32
-    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
-    bias = rt.KeyBias(torch.zeros(2, 3))
-    mask = bias if other and how in ("mask kind", "float beside bool") else None
-    if not other and how == "float beside bool":
-        mask = rt.KeyPadding(torch.ones(2, 3, dtype=torch.bool))
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     if other and how == "own mistake":
         k = k[:, :2]
+    beside = rt.KeyPadding(torch.ones(2, 3, dtype=torch.bool)) if how == "float beside bool" else None
+    arguments = {"attn_mask": beside, "scale": 0.5, "parallel": cp, "enable_gqa": True, "backend": "auto"}
+    arguments |= other_arguments(cp, how) if other else {}
     before = q.clone()
     try:
         if other and how == "another call":
             cp.gather(q, 1)
         else:
-            rt.attention(
-                q, k, v, mask,
-                dropout_p=0.1 if other and how == "dropout" else 0.0,
-                is_causal=other and how == "causal",
-                scale=0.25 if other and how == "scale" else 0.5,
-                return_lse=other and how == "return_lse",
-                backend="native_math" if other and how == "backend" else "auto",
-                parallel=cp,
-            )  # fmt: skip
+            with torch.set_grad_enabled(not (other and how == "grad mode")):
+                rt.attention(q, k, v, **arguments)  # type: ignore[arg-type]
     except rt.RingtrueError as error:
         assert torch.equal(q, before)
         return f"{type(error).__name__}: {error}"
