@@ -1,160 +1,177 @@
-"""Random calls under context parallelism: a seed gives the whole problem, `play` runs one rank on any transport."""
+"""Random calls under context parallelism: every rank plays its part, and the whole is judged against the truth.
+
+python tests/parallel/draws.py --draws 5000 --from 0                     through the in-process ranks
+python tests/parallel/draws.py --replay '{"ulysses": 2, "q": [3, 0]}'    what a failure printed
+torchrun --nproc-per-node 2 tests/parallel/draws.py --device cuda --backend native_flash --dtype bfloat16
+"""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from itertools import accumulate
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from playing import Result, context, generators, play
+from problems import Draw, build, places
+from recipes import recipe, reduced, replayed
 from torch import Tensor
 
 import ringtrue as rt
-from ringtrue.audit.inputs import Inputs
+from ringtrue.audit.judge import Verdict, judge, truth_of
 from ringtrue.audit.truth import Quantities
-from ringtrue.contract import Mask, Options, Wanted
+from ringtrue.audit.yardstick import yardstick
 from ringtrue.parallel.twin import World
 
-
-def starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each contiguous shard begins: (3, 0, 2) -> (0, 3, 3)."""
-    return (0, *accumulate(lengths))[:-1]
+__all__ = ["Draw", "Result", "build", "context", "draw", "failures", "joined", "on_twin", "play", "verdicts"]
 
 
-DEGREES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (1, 3), (3, 1))  # (ulysses, ring)
-MASKS = ("none", "none", "keep", "bias", "rows_bool", "rows_float", "columns_bool")
+def draw(seed: int, **limits: Any) -> Draw:
+    """The problem of a seed; `limits` are those of recipes.recipe."""
+    return build(recipe(Random(seed), **limits))
 
 
-@dataclass(frozen=True)
-class Draw:
-    """One problem: global inputs and how they lie on ranks."""
-
-    degrees: tuple[int, int]
-    q_lengths: tuple[int, ...]
-    k_lengths: tuple[int, ...]
-    inputs: Inputs
-    alignment: str | None = None
-    backend: str = "auto"
-
-    @property
-    def size(self) -> int:
-        return self.degrees[0] * self.degrees[1]
-
-    def __str__(self) -> str:
-        q, k = self.inputs.q, self.inputs.k
-        shape = f"q {list(q.shape)} k {list(k.shape)} on {self.q_lengths} and {self.k_lengths}"
-        return (
-            f"ulysses x ring {self.degrees}, {shape}, {sorted(self.inputs.mask.kinds)} {self.alignment} {self.backend}"
-        )
-
-
-def draw(seed: int, dtype: torch.dtype = torch.float64, names: tuple[str, ...] = ("auto",), most: int = 5) -> Draw:
-    """The problem of a seed: any lengths (0 and 1 among them), any heads on any degree, any mask."""
-    pick, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    degrees = pick.choice(DEGREES)
-    size = degrees[0] * degrees[1]
-    kv_heads, group, dim = pick.choice((1, 2, 3, 4)), pick.choice((1, 1, 2, 3)), pick.choice((4, 8))
-    value_dim = pick.choice((dim, dim, 6))
-    q_lengths = tuple(pick.randint(0, most) for _ in range(size))
-    k_lengths = q_lengths if pick.random() < 0.6 else tuple(pick.randint(0, most) for _ in range(size))
-    q_len, k_len = sum(q_lengths), sum(k_lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers).to(dtype)
-
-    alignment = pick.choice((None, None, "top_left", "bottom_right"))
-    offset = None if alignment is None else 0 if alignment == "top_left" else k_len - q_len
-    heads = kv_heads * group
-    mask = _mask(pick.choice(MASKS), (2, heads, q_len, k_len), dtype, offset, pick, numbers)
-    return Draw(
-        degrees,
-        q_lengths,
-        k_lengths,
-        Inputs(
-            q=normal(2, q_len, heads, dim),
-            k=normal(2, k_len, kv_heads, dim),
-            v=normal(2, k_len, kv_heads, value_dim),
-            mask=mask,
-            options=Options(scale=dim**-0.5, return_lse=True),
-            grad_out=normal(2, q_len, heads, value_dim),
-            wanted=Wanted(True, True, True),
-        ),
-        alignment,
-        pick.choice(names),
-    )
-
-
-def _mask(
-    kind: str,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    causal: int | None,
-    pick: random.Random,
-    numbers: torch.Generator,
-) -> Mask:
-    batch, heads, q_len, k_len = shape
-    some = (pick.choice((1, batch)), pick.choice((1, heads)), q_len, k_len)
-    if kind == "keep":
-        return Mask(key_keep=torch.rand((batch, k_len), generator=numbers) > 0.5, causal=causal)
-    if kind == "bias":
-        return Mask(key_bias=torch.randn((batch, k_len), generator=numbers).to(dtype), causal=causal)
-    if kind == "rows_bool":
-        return Mask(dense=torch.rand(some, generator=numbers) > 0.5, causal=causal)
-    if kind == "rows_float":
-        blocked = torch.rand(some, generator=numbers) > 0.7
-        return Mask(torch.randn(some, generator=numbers).to(dtype).masked_fill(blocked, -torch.inf), causal=causal)
-    if kind == "columns_bool":
-        return Mask(dense=torch.rand((batch, 1, 1, k_len), generator=numbers) > 0.5, causal=causal)
-    return Mask(causal=causal)
-
-
-def context(problem: Draw, mesh: object = None, **options: object) -> rt.ContextParallel:
-    ulysses, ring = problem.degrees
-    return rt.ContextParallel(rt.ContextParallelConfig(ulysses, ring, mesh=mesh, timeout=20.0, **options))  # type: ignore[arg-type]
-
-
-def shard_of(problem: Draw, rank: int) -> tuple[Tensor, Tensor, Tensor, object, Tensor]:
-    """What a rank holds: q, k, v, what it passes as attn_mask, grad_out."""
-    q_start, k_start = starts(problem.q_lengths)[rank], starts(problem.k_lengths)[rank]
-    rows = slice(q_start, q_start + problem.q_lengths[rank])
-    cols = slice(k_start, k_start + problem.k_lengths[rank])
-    x, mask = problem.inputs, problem.inputs.mask
-    parts: list[object] = []
-    if mask.dense is not None:
-        with_rows = mask.dense.shape[2] == sum(problem.q_lengths)  # broadcast over one query looks the same
-        parts.append(rt.Dense(mask.dense[:, :, rows] if with_rows else mask.dense))
-    if mask.key_keep is not None:
-        parts.append(rt.KeyPadding(mask.key_keep[:, cols]))
-    if mask.key_bias is not None:
-        parts.append(rt.KeyBias(mask.key_bias[:, cols]))
-    if problem.alignment is not None:
-        parts.append(rt.Causal(problem.alignment))  # type: ignore[arg-type]
-    joined = None
-    for part in parts:
-        joined = part if joined is None else joined & part  # type: ignore[operator]
-    return x.q[:, rows], x.k[:, cols], x.v[:, cols], joined, x.grad_out[:, rows]
-
-
-def play(mesh: object, problem: Draw, backend: object = None) -> tuple[Tensor, ...]:
-    """One rank: out, lse, dq, dk, dv of its shard."""
-    cp = context(problem, mesh)
-    q, k, v, mask, grad_out = shard_of(problem, cp.rank)
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    with cp:
-        out, lse = rt.attention(
-            q, k, v, mask, return_lse=True, enable_gqa=True, scale=problem.inputs.options.scale,
-            backend=problem.backend if backend is None else backend,
-        )  # fmt: skip
-    return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad_out))
-
-
-def joined(results: list[tuple[Tensor, ...]]) -> Quantities:
-    """The ranks' results as one."""
-    return Quantities(*(torch.cat(parts, 2 if i == 1 else 1) for i, parts in enumerate(zip(*results, strict=True))))
+def on_ranks(problem: Draw, backend: object = None) -> list[Result]:
+    """Every rank's result, through the in-process ranks."""
+    with generators():
+        return World(problem.size).run(play, problem, backend)
 
 
 def on_twin(problem: Draw, backend: object = None) -> Quantities:
-    return joined(World(problem.size).run(play, problem, backend))
+    return joined(on_ranks(problem, backend), problem)
 
 
-__all__ = ["Draw", "context", "draw", "joined", "on_twin", "play", "shard_of"]
+def verdicts(results: Sequence[Result], problem: Draw) -> list[Verdict]:
+    """Each quantity on its own, against one process in float64; dropout by the mask that was drawn."""
+    inputs = problem.inputs
+    if inputs.options.dropout_p:
+        inputs = replace(inputs, dropout=_rows([r.drawn for r in results], problem, 2, "masks of dropout"))
+        problem = replace(problem, inputs=inputs)
+    right = truth_of(inputs)
+    return judge(joined(results, problem, right.values), right, yardstick(inputs), inputs)
+
+
+def failures(problem: Draw, backend: object = None) -> list[str]:
+    """What is wrong about a problem on the in-process ranks; empty where all is right."""
+    return [str(v) for v in verdicts(on_ranks(problem, backend), problem) if not v.ok]
+
+
+def joined(results: Sequence[Result], problem: Draw, right: Quantities | None = None) -> Quantities:
+    """The ranks' results as one: parts of a gradient add up, the outputs of the prefix are equal on all ranks.
+
+    Where a rank did not want a gradient that others did, its place is taken by what is `right`.
+    """
+    x, ranks = problem.inputs, range(problem.size)
+    rows, cols = zip(*(places(problem, rank) for rank in ranks), strict=True)
+    bias, rows_of_bias = x.mask.bias, [torch.arange(1)] * problem.size
+    if bias is not None and bias.dim() == 4 and bias.shape[2] == x.q.shape[1]:
+        rows_of_bias = list(rows)
+    by_key = bias is not None and bias.dim() == 2
+    table = (
+        ("dq", "q", x.q, rows, 1),
+        ("dk", "k", x.k, cols, 1),
+        ("dv", "v", x.v, cols, 1),
+        ("dbias", "b", bias, cols if by_key else rows_of_bias, 1 if by_key else 2),
+    )
+    grads: dict[str, Tensor] = {}
+    for (name, short, like, where, dim), wanted in zip(table, x.wanted, strict=True):
+        if not wanted or like is None:
+            continue
+        total = torch.zeros(like.shape, dtype=torch.float64)
+        for rank in ranks:
+            part = getattr(results[rank], name)
+            assert (part is not None) == problem.wanted(rank, short), f"rank {rank}: {name} wanted and missing, or not"
+            if part is None:
+                part = getattr(right, name).index_select(dim, where[rank])
+            else:
+                assert part.dtype == like.dtype, f"rank {rank}: {name} is {part.dtype}"
+            total.index_add_(dim, where[rank], part.double())
+        grads[name] = total.to(like.dtype)
+    out = _rows([r.out for r in results], problem, 1, "outputs")
+    return Quantities(out, _rows([r.lse for r in results], problem, 2, "log-sum-exps"), **grads)
+
+
+def _rows(parts: Sequence[Tensor | None], problem: Draw, dim: int, what: str) -> Any:
+    """What belongs to queries, in global order."""
+    first = parts[0]
+    if first is None:
+        return None
+    shape = list(first.shape)
+    shape[dim] = problem.inputs.q.shape[1]
+    whole = first.new_full(shape, torch.nan)
+    for rank, part in enumerate(parts):
+        assert part is not None
+        whole.index_copy_(dim, places(problem, rank)[0], part)
+        shared = [x.narrow(dim, 0, problem.prefix) for x in (part, first)]
+        assert torch.equal(*shared), f"{what} of the prefix differ between rank 0 and rank {rank}"
+    return whole
+
+
+def over_processes(problem: Draw, backend: str, device: torch.device) -> list[str]:
+    """The same under torchrun, on every rank: the ranks' results travel as objects, rank 0 judges."""
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, play(None, problem, backend, device))
+    return [str(v) for v in verdicts(results, problem) if not v.ok] if dist.get_rank() == 0 else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=200, help="how many seeds")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
+    parser.add_argument("--replay", help="the recipe of one problem instead")
+    parser.add_argument("--reduce", action="store_true", help="look for a simpler one that fails too")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: under torchrun, over NCCL")
+    parser.add_argument("--backend", help="of every call (default: any that can take it)")
+    parser.add_argument("--dtype", action="append", help="of the tensors; may be repeated")
+    parser.add_argument("--most", type=int, default=5, help="tokens per rank, at most")
+    asked = parser.parse_args(arguments)
+    here = [s for s in rt.backends() if s.device == asked.device and s.unavailable is None]
+    limits: dict[str, Any] = {"backends": [asked.backend] if asked.backend else ["auto", *(s.name for s in here)]}
+    limits |= {"dtypes": asked.dtype} if asked.dtype else {}
+    limits |= {"claims": next(s.claims for s in here if s.name == asked.backend)} if asked.backend else {}
+    run: Callable[[Draw], list[str]] = failures
+    talks = True
+    if asked.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        limits["worlds"] = [dist.get_world_size()]
+        device, talks = torch.device("cuda", torch.cuda.current_device()), dist.get_rank() == 0
+        run = lambda problem: over_processes(problem, problem.backend, device)
+    seeds = range(asked.first, asked.first + asked.draws)
+    told = [replayed(asked.replay)] if asked.replay else [recipe(Random(s), most=asked.most, **limits) for s in seeds]
+    if asked.reduce:
+        told = [reduced(t, lambda tried: "wrong" in _one(build(tried), run, talks=False)) for t in told]
+    count: Counter[str] = Counter()
+    for problem in map(build, told):
+        count.update(_one(problem, run, talks))
+    if talks:
+        print(", ".join(f"{n} {what}" for what, n in count.most_common()))
+    if asked.device == "cuda":
+        dist.destroy_process_group()
+    return int(count["wrong"] > 0)
+
+
+def _one(problem: Draw, run: Callable[[Draw], list[str]], talks: bool) -> Iterator[str]:
+    """right, wrong or refused; what is not right is told with its recipe."""
+    try:
+        found = run(problem)
+        word = "wrong" if found else "right"
+    except rt.UnsupportedError as error:
+        found, word = [str(error)], "refused"
+    except (rt.RingtrueError, AssertionError, RuntimeError) as error:
+        if dist.is_initialized():
+            raise  # what the ranks would do next is not known
+        found, word = [f"{type(error).__name__}: {error}"], "wrong"
+    if found and talks:
+        print(word, problem, *found, sep="\n    ", flush=True)
+    yield word
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draws import Draw, draw, joined, on_twin, play, shard_of
+from draws import Draw, build, on_twin, play, verdicts
+from playing import Result
+from recipes import Recipe
 from torch import Tensor
 
 import ringtrue as rt
-from ringtrue.audit.judge import judged
 from ringtrue.parallel.twin import Rank, World
 
 
@@ -101,24 +102,19 @@ def test_no_graph_where_no_rank_wants_one() -> None:
     assert World(2).run(body) == [False, False]
 
 
-def declared_play(mesh: Rank, problem: Draw, kind: str) -> tuple[Tensor, ...]:
-    cp = context(mesh, *problem.degrees)
-    q, k, v, mask, grad_out = shard_of(problem, cp.rank)
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    call = cp.call(q_lengths=problem.q_lengths, k_lengths=problem.k_lengths, mask=kind)  # type: ignore[arg-type]
-    out, lse = rt.attention(q, k, v, mask, return_lse=True, enable_gqa=True, parallel=call)
-    headers = [event for event in mesh.log if event.group.startswith("header")]
-    assert not headers
-    return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad_out))
+def declared_play(mesh: Rank, problem: Draw) -> Result:
+    result = play(mesh, problem)
+    assert not [event for event in mesh.log if event.group.startswith("header")]
+    return result
 
 
 @pytest.mark.parametrize("kind", ["none", "key_bool", "key_float", "rows_bool", "rows_float"])
 def test_declared_calls_exchange_no_header(kind: str) -> None:
-    kinds = {"none": set(), "key_bool": {"key_keep"}, "key_float": {"key_bias"}}.get(kind, {f"dense_{kind[5:]}"})
-    seeds = [s for s in range(400) if set(draw(s).inputs.mask.kinds) == kinds and draw(s).size == 4]
-    problem = next(p for p in map(draw, seeds) if p.inputs.mask.dense is None or p.inputs.mask.dense.shape[2] > 1)
-    result = joined(World(4).run(declared_play, problem, kind))
-    assert all(v.ok for v in judged(result, problem.inputs))
+    where, _, dtype = kind.partition("_")
+    mask = {"none": {}, "key": {"key": "some" if dtype == "bool" else "bias"}, "rows": {"dense": dtype}}[where]
+    problem = build(Recipe(ulysses=2, ring=2, q=(3, 0, 2, 4), k=(1, 5, 2, 0), declared=True, uses=("out",), **mask))
+    assert problem.declared == kind
+    assert all(v.ok for v in verdicts(World(4).run(declared_play, problem), problem))
 
 
 def test_declaration_is_checked_on_its_rank() -> None:
@@ -192,11 +188,9 @@ def test_traffic_of_one_call() -> None:
 
 
 def test_size_one_is_the_plain_call() -> None:
-    problem = Draw((1, 1), (5,), (5,), draw(3).inputs)
-    x = problem.inputs
-    problem = Draw((1, 1), (x.q.shape[1],), (x.k.shape[1],), x, None if x.mask.causal is None else "top_left")
-    cp_result = play(None, problem)
-    assert all(torch.equal(a, b) for a, b in zip(cp_result, on_twin(problem)[:5], strict=True))
+    problem = build(Recipe(q=(5,), causal="top_left", key="keep", uses=("out",)))
+    for ours, theirs in zip(play(None, problem)[:5], on_twin(problem)[:5], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_out_may_be_changed_in_place() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from draws import Draw, draw, joined, play
+from draws import Draw, Result, draw, play, verdicts
 
 import ringtrue as rt
-from ringtrue.audit.judge import judged
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -23,19 +21,12 @@ pytestmark = [
 DRAWS = 12
 
 
-def problems(world: int) -> list[Draw]:
-    """The first draws of every way to lay out `world` ranks, in float32 and bfloat16."""
-    dtypes = (torch.float32, torch.bfloat16)
-    drawn = [draw(seed, dtypes[seed % 2]) for seed in range(2000)]
-    return [p for p in drawn if p.size == world][:DRAWS]
-
-
-def on_cuda(problem: Draw) -> Draw:
-    x, mask = problem.inputs, problem.inputs.mask
-    tensors = {n: getattr(mask, n) for n in ("dense", "key_keep", "key_bias")}
-    mask = replace(mask, **{n: None if t is None else t.cuda() for n, t in tensors.items()})
-    moved = {n: getattr(x, n).cuda() for n in ("q", "k", "v", "grad_out")}
-    return replace(problem, inputs=replace(x, mask=mask, **moved))
+def problems(world: int, backend: str) -> list[Draw]:
+    """Draws on `world` ranks that a backend's claims allow, in float32 (where it can) and bfloat16."""
+    claims = next(s.claims for s in rt.backends() if (s.name, s.device) == (backend, "cuda"))
+    dtypes = [name for name in ("float32", "bfloat16") if getattr(torch, name) in claims.dtypes]
+    limits = {"worlds": [world], "backends": [backend], "dtypes": dtypes, "claims": claims}
+    return [draw(seed, **limits) for seed in range(DRAWS)]
 
 
 def worker(rank: int, world: int, folder: str, backends: list[str]) -> None:
@@ -43,7 +34,7 @@ def worker(rank: int, world: int, folder: str, backends: list[str]) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     for backend in backends:
-        results = [[x.cpu() for x in play(None, on_cuda(problem), backend)] for problem in problems(world)]
+        results = [tuple(play(None, problem, device=f"cuda:{rank}")) for problem in problems(world, backend)]
         torch.save(results, f"{folder}/{backend}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -55,6 +46,6 @@ def test_every_mode_equals_the_truth_over_nccl() -> None:
         mp.spawn(worker, (world, folder, backends), nprocs=world)
         for backend in backends:
             per_rank = [torch.load(Path(folder) / f"{backend}-{rank}.pt") for rank in range(world)]
-            for problem, *results in zip(problems(world), *per_rank, strict=True):
-                failed = [str(v) for v in judged(joined(results), problem.inputs) if not v.ok]
+            for problem, *results in zip(problems(world, backend), *per_rank, strict=True):
+                failed = [str(v) for v in verdicts([Result(*r) for r in results], problem) if not v.ok]
                 assert not failed, (backend, str(problem), failed)
