@@ -36,7 +36,7 @@ class Draw:
     uses: tuple[str, ...] = ("out",)
     declared: str = ""
     seeds: str = "same"
-    name: str = ""
+    recipe: Recipe | None = None
 
     @property
     def size(self) -> int:
@@ -45,7 +45,8 @@ class Draw:
     def __str__(self) -> str:
         q, k = self.inputs.q, self.inputs.k
         shape = f"q {list(q.shape)} k {list(k.shape)} on {self.q_lengths} and {self.k_lengths}"
-        return self.name or f"ulysses x ring {self.degrees}, {shape}, {sorted(self.inputs.mask.kinds)} {self.alignment}"
+        masks = f"{sorted(self.inputs.mask.kinds)} {self.alignment}"
+        return str(self.recipe or f"ulysses x ring {self.degrees}, {shape}, {masks}")
 
     def wanted(self, rank: int, name: str) -> bool:
         return name in self.wants[rank % len(self.wants)]
@@ -94,7 +95,7 @@ def build(told: Recipe) -> Draw:
     problem = Draw(
         (told.ulysses, told.ring), q_own, k_own, Inputs(*(None,) * 6),  # type: ignore[arg-type]
         alignment, told.backend, told.window, told.prefix, told.replicated, told.balanced, told.key == "some",
-        told.wants, told.uses, seeds=told.seeds, name=str(told),
+        told.wants, told.uses, seeds=told.seeds, recipe=told,
     )  # fmt: skip
 
     def normal(*shape: int) -> Tensor:

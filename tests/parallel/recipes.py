@@ -144,7 +144,7 @@ def recipe(
         q=q,
         k=k.get(layout, q),
         balanced=layout == "balanced",
-        prefix=pick.randint(1, 4) if layout == "prefix" else 0,
+        prefix=pick.randint(1, 4) if layout == "prefix" or (layout == "balanced" and pick.random() < 0.3) else 0,
         replicated=layout == "replicated",
         batch=pick.choice((1, 2)),
         kv_heads=pick.choice((1, 1, 2, 2, 3, 4)),
@@ -161,7 +161,7 @@ def recipe(
     if chosen.scale == 0 and chosen.dtype not in ("float64", "float32"):
         chosen = _with(chosen, scale=None)  # an lse that is exactly 0 leaves no room for 16-bit kernels' own exp
     chosen = _masked(chosen, pick, claims)
-    chosen = _asked(chosen, pick, claims, like_everywhere=layout in ("prefix", "replicated"))
+    chosen = _asked(chosen, pick, claims, like_everywhere=chosen.prefix > 0 or chosen.replicated)
     plain = not (chosen.dropout or chosen.softcap or "b" in "".join(chosen.wants))
     return _with(chosen, backend=pick.choice(backends) if plain else "auto" if len(backends) > 1 else backends[0])
 
