@@ -43,13 +43,12 @@ def sent(
         q, k, v = (torch.randn(s, dtype=dtype).requires_grad_(n in wants) for s, n in zip(shapes, "qkv", strict=True))
         count = Counting()
         of_rank = mask(cp) if callable(mask) else mask
-        ends = rt.attention(
-            q, k, v, of_rank, return_lse=True, enable_gqa=True, backend=count.pair(),
+        got = rt.attention(
+            q, k, v, of_rank, return_lse=lse, enable_gqa=True, backend=count.pair(),
             parallel=cp.call(**call) if call else cp,  # type: ignore[arg-type]
         )  # fmt: skip
-        forward = by_group(mesh)
+        forward, ends = by_group(mesh), got if isinstance(got, tuple) else (got,)
         if wants:
-            ends = ends if lse else ends[:1]
             torch.autograd.backward(ends, [torch.randn_like(x) for x in ends])
         return Sent(forward, by_group(mesh), count)
 
@@ -69,23 +68,23 @@ def payload(bytes_of: dict[str, int]) -> int:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ulysses_moves_eight_tensors(size: int, dtype: torch.dtype) -> None:
-    """q, k, v, out and their gradients, but for what stays; lse where the caller asks for it."""
+    """q, k, v, out and their gradients, but for what stays; lse and its gradient where the caller asks for it."""
     shard = B * 6 * 4 * D * dtype.itemsize
     lse = B * 6 * 4 * 4
     for rank in sent((size, 1), 6, dtype=dtype):
-        assert payload(rank.both) == (8 * shard + lse) * (size - 1) // size
+        assert payload(rank.both) == 8 * shard * (size - 1) // size
     for rank in sent((size, 1), 6, dtype=dtype, lse=True):
         assert payload(rank.both) <= (8 * shard + 2 * lse) * (size - 1) // size
 
 
 def test_ulysses_moves_key_heads_compact() -> None:
     """8 query heads read 2 key heads: those travel as 2, also where 4 ranks share them."""
-    q, kv, lse = B * 6 * 8 * D * 4, B * 6 * 2 * D * 4, B * 6 * 8 * 4
+    q, kv = B * 6 * 8 * D * 4, B * 6 * 2 * D * 4
     for rank in sent((2, 1), 6, heads=8, kv_heads=2):
-        assert payload(rank.both) == (4 * q + 4 * kv + lse) // 2
+        assert payload(rank.both) == (4 * q + 4 * kv) // 2
     one_head = kv // 2  # what each of three others needs of k, or of v
     for rank in sent((4, 1), 6, heads=8, kv_heads=2):
-        assert payload(rank.both) <= (4 * q + lse) * 3 // 4 + 4 * 3 * one_head
+        assert payload(rank.both) <= 4 * q * 3 // 4 + 4 * 3 * one_head
 
 
 def test_ulysses_moves_mask_rows_once() -> None:
@@ -120,9 +119,9 @@ def test_ring_sends_only_gradients_that_are_wanted() -> None:
 
 def test_both() -> None:
     """Rings of 2 over pairs of Ulysses ranks: a ring's block has half the heads and twice the tokens."""
-    shard, lse = B * 6 * 4 * D * 4, B * 6 * 4 * 4
+    shard = B * 6 * 4 * D * 4
     for rank in sent((2, 2), 6):
-        assert rank.both["ulysses"] == (8 * shard + lse) // 2
+        assert rank.both["ulysses"] == 8 * shard // 2
         assert rank.both["ring"] == 2 * 2 * shard + 2 * shard
 
 
