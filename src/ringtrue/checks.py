@@ -215,7 +215,8 @@ def check_dense(mask: Tensor, full: tuple[int, int, int, int], k: Tensor, check:
     if wants and four.is_floating_point():
         return four  # each place of an expanded dim has a gradient of its own
     for axis in range(4):  # an expanded dim (stride 0) is one row seen many times
-        # on another rank it may be another row, and only all ranks together know the number of key columns
-        if four.shape[axis] > 1 and four.stride(axis) == 0 and not (sharded and axis >= 2):
+        # on another rank it may be another row, and only all ranks together know the number of key columns; one column
+        # of no rows has strides 0 of its own where it was made by an index, on a rank without queries
+        if four.shape[axis] > 1 and four.stride(axis) == 0 and not (sharded and (axis >= 2 or four.shape[3] < 2)):
             four = four.narrow(axis, 0, 1)
     return four

@@ -85,7 +85,8 @@ class _Ulysses:
         for number, (one, arrive) in enumerate(zip(self.rounds, coming, strict=True)):
             grads = one.backward(arrive(), mask, _state(rng, number), own[number], options)
             leaving.append(one.send_grads(grads, mask))
-            of_bias.append(None if grads.dbias is None or one.mask_rows else one.of_all_heads(grads.dbias, mask))
+            rest = grads.dbias is not None and not one.rows_of(grads.dbias)
+            of_bias.append(one.of_all_heads(grads.dbias, mask) if rest else None)  # type: ignore[arg-type]
         parts = [arrive() for arrive in leaving]
         last = self.rounds[-1]
         dq, dk, dv, rows = (
@@ -151,7 +152,7 @@ class _Round:
 
     def send_grads(self, grads: Grads, mask: Mask) -> Callable[[], list[list[Tensor] | None]]:
         """Gradients back to the ranks that own the tokens: of q, k, v and the rows of a mask, None where not wanted."""
-        rows = grads.dbias.transpose(1, 2) if grads.dbias is not None and self.mask_rows else None
+        rows = None if grads.dbias is None or not self.rows_of(grads.dbias) else grads.dbias.transpose(1, 2)
         told = ((grads.dq, self.q, "q"), (grads.dk, self.k, "kv"), (grads.dv, self.k, "kv"))
         all_told = (*told, (rows, self.q, self.rows_kind(mask)))
         sent = [(x, layout, kind) for x, layout, kind in all_told if x is not None]
@@ -162,6 +163,10 @@ class _Round:
             return [None if x is None else next(done) for x, _, _ in all_told]
 
         return finish
+
+    def rows_of(self, dbias: Tensor) -> bool:
+        """Whether the gradient of a float mask goes back row by row; that of a key bias does not, whatever has rows."""
+        return self.mask_rows and dbias.dim() == 4
 
     def rows_kind(self, mask: Mask) -> str:
         return "q" if mask.dense is not None and mask.dense.shape[1] > 1 else ""
