@@ -29,7 +29,7 @@ CORE = frozenset(
         "native",
     }
 )
-CORE |= {"parallel", "prepared", "scope", "select", "tracing"}
+CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "tracing"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
@@ -46,7 +46,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "kept": frozenset(),
     "level": frozenset({"contract", "masks", "merge"}),
     "masks": frozenset({"contract", "errors"}),
-    "merge": frozenset({"contract"}),
+    "merge": frozenset({"contract", "merge_triton"}),
+    "merge_triton": frozenset(),
     "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "native": frozenset({"contract"}),
@@ -63,7 +64,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "cli": frozenset({"", "audit", "bench", "integrations", "plants", "subjects"}),
 }
 DISTRIBUTED = ("parallel.comm", "cli.worker", "bench")  # modules (or packages) that may import torch.distributed
-OPTIONAL = frozenset({"bench", "cli", "integrations", "subjects"})  # units that may need more than the base install
+# units that may need more than the base install
+OPTIONAL = frozenset({"bench", "cli", "integrations", "merge_triton", "subjects"})
 BASE = frozenset({"torch", "jaxtyping"}) | sys.stdlib_module_names
 
 

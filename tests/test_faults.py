@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 import ringtrue as rt
-from calls import qkv
+from calls import qkv, unreachable
 from mutants.memories import first_strides
 from ringtrue import faults
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted
 from ringtrue.faults import FAULTS, guarded, mended, padded
+from ringtrue.plants import BackwardCall, transposed_again
 
 EVERY = Wanted(True, True, True)
 MATH = rt.op_pair("native_math", "cpu")
 OPTIONS = Options(scale=0.3)
+STATE = torch.tensor([7, 0])
+EVERY_P = pytest.mark.parametrize("p", [0.0, 0.3, 0.9])
 Layout = Callable[[Tensor], Tensor]
 
 
@@ -41,9 +44,12 @@ def nothing_checked() -> Iterator[None]:
     faults._checked.layouts.clear()
 
 
-def backward(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Mask, wanted: Wanted = EVERY) -> Grads:
-    result = pair.forward(q, k, v, mask, None, OPTIONS)
-    return pair.backward(g, None, q, k, v, mask, result.out, result.lse, None, result.saved, OPTIONS, wanted)
+def backward(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Mask, wanted: Wanted = EVERY, p: float = 0.0
+) -> Grads:
+    options = replace(OPTIONS, dropout_p=p)
+    result = pair.forward(q, k, v, mask, STATE, options)
+    return pair.backward(g, None, q, k, v, mask, result.out, result.lse, STATE, result.saved, options, wanted)
 
 
 def close(a: Grads, b: Grads) -> bool:
@@ -54,17 +60,57 @@ def close(a: Grads, b: Grads) -> bool:
 @pytest.mark.parametrize("others", [tokens_outermost, heads_outermost])
 @pytest.mark.parametrize("stored", [tokens_outermost, heads_outermost])
 @pytest.mark.parametrize("causal", [None, 0])
-def test_a_guarded_pair_is_right_whatever_ran_before_it(others: Layout, stored: Layout, causal: int | None) -> None:
+@EVERY_P
+def test_a_guarded_pair_is_right_whatever_ran_before_it(
+    others: Layout, stored: Layout, causal: int | None, p: float
+) -> None:
     """A graph cache keyed without the strides of grad_out, filled by somebody else's call of the same sizes."""
     q, k, v = (stored(x) for x in qkv(6, 6, 4, 4, 8, 8, dtype=torch.float32))
     mask, g = Mask(causal=causal), torch.randn(q.shape)
     faulty = first_strides("grad_out")(MATH)
-    backward(faulty, q, k, v, others(g), mask)
+    right = backward(MATH, q, k, v, g, mask, p=p)
+    backward(faulty, q, k, v, others(g), mask, p=p)
     unlike = heads_outermost if others is tokens_outermost else tokens_outermost
-    assert not close(backward(faulty, q, k, v, unlike(g), mask), backward(MATH, q, k, v, g, mask))
+    assert not close(backward(faulty, q, k, v, unlike(g), mask, p=p), right)
     pair = guarded(faulty, MATH)
     for layout in (tokens_outermost, heads_outermost, tokens_outermost):
-        assert close(backward(pair, q, k, v, layout(g), mask), backward(MATH, q, k, v, g, mask))
+        assert close(backward(pair, q, k, v, layout(g), mask, p=p), right)
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_laws_alone_find_either_misread_tensor(name: str, kv_heads: int) -> None:
+    """With dropout no other pair can be asked: it must not run."""
+    q, k, v = qkv(12, 10, 4, kv_heads, 8, 8, dtype=torch.float32)
+    read = next(i for i, n in enumerate(BackwardCall._fields) if n == name)
+
+    def misread(*args: Any) -> Grads:
+        return MATH.backward(*args[:read], transposed_again(args[read]), *args[read + 1 :])
+
+    alone = unreachable("nobody")
+    with pytest.raises(rt.GradientError, match="no dropout mask can give"):
+        backward(guarded(replace(MATH, backward=misread), alone), q, k, v, torch.randn(q.shape), Mask(), p=0.3)
+    backward(guarded(MATH, alone), q, k, v, torch.randn(q.shape), Mask(), p=0.3)
+
+
+def test_a_probability_is_part_of_the_signature() -> None:
+    q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
+    for p in (0.0, 0.3, 0.4, 0.3):
+        backward(guarded(MATH, MATH), q, k, v, torch.randn(q.shape), Mask(), p=p)
+    assert len(faults._checked.layouts) == 3
+
+
+def test_a_mask_that_drops_all_proves_nothing() -> None:
+    """The check draws until something is kept."""
+    q, k, v = qkv(2, 2, 1, 1, 8, 8, batch=1, dtype=torch.float32)
+    seen: list[bool] = []
+
+    def noted(*args: Any) -> Grads:
+        seen.append(bool(args[7 - 1].any()))
+        return MATH.backward(*args)
+
+    backward(guarded(replace(MATH, backward=noted), MATH), q, k, v, torch.randn(q.shape), Mask(), p=0.9)
+    assert seen[0]
 
 
 def test_a_signature_is_checked_once() -> None:
@@ -138,12 +184,25 @@ def wrong(part: str, by: Callable[[Tensor], Tensor]) -> OpPair:
 @pytest.mark.parametrize("part", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("by", [lambda x: 1.5 * x, lambda x: x * torch.nan, torch.zeros_like], ids=["", "nan", "zero"])
 @pytest.mark.parametrize("wanted", [EVERY, Wanted(False, True, False)])
+@EVERY_P
 def test_a_kernel_that_is_wrong_in_every_layout_is_refused(
-    part: str, by: Callable[[Tensor], Tensor], wanted: Wanted
+    part: str, by: Callable[[Tensor], Tensor], wanted: Wanted, p: float
 ) -> None:
     q, k, v = qkv(6, 5, 4, 4, 8, 8, dtype=torch.float32)
-    with pytest.raises(rt.GradientError, match=r"unlike those of[\s\S]*use backend="):
-        backward(guarded(wrong(part, by), MATH), q, k, v, torch.randn(q.shape), Mask(), wanted)
+    story = r"no dropout mask can give[\s\S]*use another" if p else r"unlike those of[\s\S]*use backend="
+    with pytest.raises(rt.GradientError, match=story):
+        backward(guarded(wrong(part, by), MATH), q, k, v, torch.randn(q.shape), Mask(), wanted, p)
+
+
+@EVERY_P
+@pytest.mark.parametrize("k_len", [1, 2, 64])
+@pytest.mark.parametrize("kind", ["none", "causal", "dense"])
+def test_a_right_pair_in_16_bits_passes_the_check(p: float, k_len: int, kind: str) -> None:
+    q, k, v = qkv(16, k_len, 4, 2, 8, 16, dtype=torch.bfloat16)
+    bias = torch.randn(2, 1, 16, k_len) if kind == "dense" else None
+    mask = Mask(bias, causal=0 if kind == "causal" else None)
+    backward(guarded(MATH, MATH), q, k, v, torch.randn(2, 16, 4, 16).bfloat16(), mask, p=p)
+    assert len(faults._checked.layouts) == 1
 
 
 def test_gradients_of_almost_nothing_do_not_fail_the_check() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringtrue as rt
 from contract.test_order import broken
 from ringtrue import faults
+from ringtrue.audit.drawn import drawn_mask
+from ringtrue.audit.inputs import Inputs
+from ringtrue.audit.judge import judged
+from ringtrue.audit.truth import Quantities
 from ringtrue.backends import REGISTRY
+from ringtrue.call import random_state
 from ringtrue.contract import Mask, OpPair, Options, Wanted
 from ringtrue.edge import edge
 
@@ -76,6 +83,40 @@ def test_other_peoples_calls_do_not_reach_ours(name: str, first: str, stored: st
         assert all((a - b).abs().max() < 0.05 for a, b in zip(found, right, strict=True))
 
 
+@pytest.mark.parametrize("name", [n for n in ON_CUDA if raw(n).claims.dropout])
+@pytest.mark.parametrize("first", ["tokens outermost", "heads outermost"])
+def test_other_peoples_dropout_does_not_reach_ours(name: str, first: str) -> None:
+    """torch's own cuDNN attention with the same dropout_p first; ours is held against the mask that it draws."""
+    q, k, v, g = tensors(2, 320 + 8 * ON_CUDA.index(name) + (first == "tokens outermost"), 4, 64)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    layouts = [g, heads_outermost(g)][:: 1 if first == "tokens outermost" else -1]
+    for grad_out in layouts:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), dropout_p=0.3).transpose(1, 2)
+            torch.autograd.grad(out, inputs, grad_out)
+    options = Options(scale=0.125, dropout_p=0.3, return_lse=True)
+    for grad_out in layouts:
+        torch.manual_seed(5)
+        x = Inputs(*(t.detach() for t in inputs), Mask(), options, grad_out, rng=random_state())
+        torch.manual_seed(5)
+        out, lse = rt.attention(*inputs, dropout_p=0.3, backend=name, return_lse=True)
+        found = Quantities(out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, grad_out), None)
+        verdicts = judged(found, replace(x, dropout=drawn_mask(rt.op_pair(name, "cuda"), x)))
+        assert all(verdict.ok for verdict in verdicts), "\n".join(map(str, verdicts))
+
+
+def test_cudnns_cache_is_still_at_fault_with_dropout() -> None:
+    """One state, one grad_out in two layouts: two gradients."""
+    q, k, v, g = tensors(2, 333, 4, 64)
+    options, state, pair = Options(0.125, dropout_p=0.3), torch.tensor([1, 0]), raw("native_cudnn")
+    out, lse, *_ = pair.forward(q, k, v, Mask(), state, options)
+    found = [
+        pair.backward(layout(g), None, q, k, v, Mask(), out, lse, state, (), options, EVERY)
+        for layout in (heads_outermost, torch.clone)
+    ]
+    assert not torch.allclose(found[0].dv, found[1].dv, atol=0.1)  # type: ignore[arg-type]
+
+
 def test_a_first_call_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [x.requires_grad_() for x in tensors(1, 72, 2, 64, number=3)]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -99,6 +140,21 @@ def test_a_single_query_is_still_at_fault() -> None:
     g = tensors(1, 1, 2, 64)[3]
     assert all(x.isfinite().all() for x in gradients(rt.op_pair("native_cudnn"), q, k, v, g))
     assert not all(x.isfinite().all() for x in gradients(raw("native_cudnn"), q, k, v, g))
+
+
+def test_efficients_count_of_weights_is_still_at_fault() -> None:
+    """16384 tokens: head 16 begins 2**32 weights after head 0. Ours draws them apart, and backward drops the same."""
+    q, k, v, g, moved = tensors(1, 16384, 18, 64, number=5)
+    values = torch.zeros_like(v)
+    values[:, :64] = torch.eye(64, device="cuda", dtype=HALF)[:, None]
+    options, state = Options(0.125, dropout_p=0.5), torch.tensor([1, 0])
+    for pair, alike in ((raw("native_efficient"), True), (rt.op_pair("native_efficient"), False)):
+        kept = pair.forward(0 * q, k, values, Mask(), state, options).out != 0
+        assert torch.equal(kept[:, :, 0], kept[:, :, 16]) is alike
+    out, lse, rng, saved = pair.forward(q, k, v, Mask(), state, options)
+    grads = pair.backward(g, None, q, k, v, Mask(), out, lse, rng, saved, options, EVERY)
+    with_moved = pair.forward(q, k, moved, Mask(), state, options).out
+    assert faults._lawful(grads, q, k, moved, out, with_moved, g, 0.125)
 
 
 def test_efficients_layout_of_out_is_still_at_fault() -> None:

@@ -71,3 +71,32 @@ def test_float64_stays_float64_and_arguments_stay_as_they_are() -> None:
     out, lse = merge(a, *b)
     assert out.dtype == lse.dtype == torch.float64
     assert all(torch.equal(x, y) for x, y in zip((*a, *b), before, strict=True))
+
+
+@pytest.mark.parametrize("odds", [0.0, 0.7, "by row"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_place_is_the_same_and_writes_nothing_else(odds: float | str, dtype: torch.dtype) -> None:
+    """Into a slice of rows, as a ring with balanced chunks adds a step."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.randn(2, 9, 3, 4, dtype=wide), torch.randn(2, 3, 9, dtype=wide)
+    out, lse = torch.randn(2, 5, 3, 4).to(dtype), torch.randn(2, 3, 5, dtype=wide)
+    total[1][0, 0, 2:5] = lse[0, 1, :3] = lse[0, 0, 2] = -math.inf
+    weigh = torch.randn(2, 3, 5, dtype=wide) if odds == "by row" else odds
+    before = [x.clone() for x in total]
+    rows = slice(2, 7)
+    expected = merge((total[0][:, rows], total[1][:, :, rows]), out, lse, weigh)
+    assert all(torch.equal(x, y) for x, y in zip(total, before, strict=True))
+    own = total[0][:, rows], total[1][:, :, rows]
+    merge(own, out, lse, weigh, into=own)
+    torch.testing.assert_close((total[0][:, rows], total[1][:, :, rows]), expected, rtol=0, atol=1e-6)
+    for rest in (slice(0, 2), slice(7, 9)):
+        assert torch.equal(total[0][:, rest], before[0][:, rest])
+        assert torch.equal(total[1][:, :, rest], before[1][:, :, rest])
+
+
+def test_from_nothing() -> None:
+    total = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -math.inf)
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
+    merge(total, out, lse, into=total)
+    assert torch.equal(total[0], out)
+    assert torch.equal(total[1], lse)

@@ -164,6 +164,7 @@ class Claims:
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
+    dropout_tile       with dropout, how many weights (B H Sq Sk) one call takes; `edge` cuts the queries of larger ones
     any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
     stride_multiple    all other strides and the start, of a float mask too, are multiples of this many elements, else
@@ -189,6 +190,7 @@ class Claims:
     any_strides: bool = False
     stride_multiple: int = 1
     dropout: bool = False
+    dropout_tile: int | None = None
     softcap: bool = False
     lse: bool = True
     backward: bool = True

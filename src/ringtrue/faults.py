@@ -76,6 +76,12 @@ FAULTS: tuple[Fault, ...] = (
         "avoid", "level.py", "https://github.com/huggingface/transformers/issues/38690",
     ),
     Fault(
+        "native_efficient", "cuda", "torch 2.11",
+        "dropout counts weights (B H Sq Sk) in 32 bits: from 2**32 on heads drop the same ones, and by the report "
+        "backward drops others than forward",
+        "avoid", "edge/blocks.py (Claims.dropout_tile)", "https://github.com/pytorch/pytorch/pull/188015",
+    ),
+    Fault(
         "native_flash", "cpu", "torch 2.11 to 2.13",
         "causal with a scale of 0 or less is NaN or sees what is hidden",
         "avoid", "edge/fit.py (Claims.any_scale)", "https://github.com/pytorch/pytorch/issues/103082",
@@ -170,10 +176,12 @@ _checked = _Checked()
 def guarded(pair: OpPair, other: OpPair) -> OpPair:
     """The pair with a backward that does not depend on what ran before it, in this thread or anybody's call.
 
-    Before the first backward of a signature (device, dtype, sizes, strides, causal, bias) both pairs are asked for the
-    gradients of random tensors stored like the call's: the call's own may hide the fault (a grad_out of ones has no
-    wrong order). That costs a forward, two backwards, their memory and one synchronisation. GradientError when no
-    layout is right, or when a stream is being captured.
+    Before the first backward of a signature (device, dtype, sizes, strides, causal, bias, dropout_p) both pairs are
+    asked for the gradients of random tensors stored like the call's: the call's own may hide the fault (a grad_out of
+    ones has no wrong order). That costs a forward, two backwards, their memory and one synchronisation. With dropout no
+    other pair draws the same mask: there the gradients are held against laws that they keep whatever the mask
+    (`_lawful`), for one more forward in place of the other's backward. GradientError when no layout is right, or when a
+    stream is being captured.
     """
     return replace(pair, backward=partial(_guarded_backward, pair, other))
 
@@ -188,25 +196,30 @@ def _guarded_backward(
     v: Tensor,
     mask: Mask,
     out: Tensor,
-    *rest: object,
+    lse: Tensor,
+    rng: Tensor | None,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
 ) -> Grads:
-    key = (q.device, q.dtype, mask.causal is not None, *(_form(x) for x in (q, k, v, mask.dense)))
+    p = options.dropout_p
+    key = (q.device, q.dtype, mask.causal is not None, p, *(_form(x) for x in (q, k, v, mask.dense)))
     layout = _checked.layouts.get(key)
     if layout is None:
-        layout = _right_layout(pair, other, q, k, v, mask)
+        layout = _right_layout(pair, other, q, k, v, mask, p)
         if len(_checked.layouts) >= LIMIT:
             _checked.layouts.clear()
         _checked.layouts[key] = layout
     q, out, grad_out = layout(q, out, grad_out)
-    return pair.backward(grad_out, grad_lse, q, k, v, mask, out, *rest)
+    return pair.backward(grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
 
 
 def _form(x: Tensor | None) -> tuple[object, ...] | None:
     return None if x is None else (*x.shape, *x.stride())
 
 
-def _right_layout(pair: OpPair, other: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Layout:
-    """The first layout in which the pair's gradients are those of the other, on random tensors of the same form."""
+def _right_layout(pair: OpPair, other: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, p: float) -> Layout:
+    """The first layout in which the pair's gradients are right, on random tensors of the same form."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise GradientError(
             message(
@@ -218,26 +231,51 @@ def _right_layout(pair: OpPair, other: OpPair, q: Tensor, k: Tensor, v: Tensor, 
         )
     draw = torch.Generator(q.device)  # the user's random numbers stay as they are
     draw.manual_seed(0)
-    q, k, v = (_random_like(x, draw) for x in (q, k, v))
+    q, k, v, other_v = (_random_like(x, draw) for x in (q, k, v, v))
     mask = mask if mask.dense is None else replace(mask, dense=_random_like(mask.dense, draw))
-    options = Options(q.shape[3] ** -0.5, levelled=True)
-    out, lse, *_ = pair.forward(q, k, v, mask, None, options)
+    options = Options(q.shape[3] ** -0.5, dropout_p=p, levelled=True)
+    (out, lse, *_), rng = _drawn(pair, q, k, v, mask, options)
     grad_out = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=draw)
-    rest = (lse, None, (), options, Wanted(True, True, True))  # dv shows a misread grad_out, dq and dk a misread out
-    right = other.backward(grad_out, None, q, k, v, mask, out, *rest)
-    spread = _spread(grad_out, q, k, out)
+    rest = (lse, rng, (), options, Wanted(True, True, True))  # dv shows a misread grad_out, dq and dk a misread out
+    if p:
+        moved = pair.forward(q, k, other_v, mask, rng, options).out
+        right = partial(_lawful, q=q, k=k, v=other_v, out=out, moved=moved, grad_out=grad_out, scale=options.scale)
+    else:
+        grads = other.backward(grad_out, None, q, k, v, mask, out, *rest)
+        right = partial(_agree, right=grads, spread=_spread(grad_out, q, k, out))
     for layout in (_as_q, _apart):
         own_q, own_out, own_grad = layout(q, out, grad_out)
-        if _agree(pair.backward(own_grad, None, own_q, k, v, mask, own_out, *rest), right, spread):
+        if right(pair.backward(own_grad, None, own_q, k, v, mask, own_out, *rest)):
             return layout
-    raise GradientError(
+    raise _wrong(pair, other, q, p)
+
+
+def _wrong(pair: OpPair, other: OpPair, q: Tensor, p: float) -> GradientError:
+    problem = f"gave gradients unlike those of {other.name!r}"
+    if p:
+        problem = "gave gradients that no dropout mask can give"
+    return GradientError(
         message(
-            f"backend {pair.name!r} gave gradients unlike those of {other.name!r} in every layout that was tried",
+            f"backend {pair.name!r} {problem} in every layout that was tried",
             limit=f"a difference below {AGREE:.0%}",
             value=f"q {tuple(q.shape)} with strides {q.stride()}",
-            remedy=f"use backend={other.name!r}",
+            remedy="use another backend" if p else f"use backend={other.name!r}",
         )
     )
+
+
+def _drawn(
+    pair: OpPair, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options
+) -> tuple[ForwardOut, Tensor | None]:
+    """A forward and its random state: the first that does not drop everything, which would show nothing."""
+    if not options.dropout_p:
+        return pair.forward(q, k, v, mask, None, options), None
+    rng = torch.tensor([0, 0], device="cpu")
+    result = pair.forward(q, k, v, mask, rng, options)
+    while not result.out.any() and rng[1] < 64:
+        rng = rng + torch.tensor([0, 1], device="cpu")
+        result = pair.forward(q, k, v, mask, rng, options)
+    return result, rng
 
 
 def _random_like(x: Tensor, draw: torch.Generator) -> Tensor:
@@ -278,3 +316,31 @@ def _agree(found: Grads, right: Grads, spread: tuple[Tensor, Tensor, Tensor]) ->
             return False
         close.append((a.float() - b.float()).norm() <= AGREE * b.float().norm() + NOISE * terms)
     return bool(torch.stack(close).all())
+
+
+def _lawful(
+    grads: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, moved: Tensor, grad_out: Tensor, scale: float
+) -> bool:
+    """Whether gradients keep three laws that hold with any mask; synchronises. `moved` is out with these values `v`.
+
+    out is linear in v, column by column: sum_i moved g = sum_j v dv, which a misread grad_out breaks.
+    The same vector added to all keys changes nothing: sum_j dk = 0, which a misread out breaks, through rowsum(g out).
+    dq and dk come of one dS: sum_i q dq^T = sum_j dk k^T.
+    """
+    given = [x for x in grads[:3] if x is not None]
+    if len(given) < 3:
+        return False
+    groups = (k.shape[2], -1)
+    q, k, v, g, out, moved, dq, dk, dv = (x.float() for x in (q, k, v, grad_out, out, moved, *given))
+    linear = (moved * g).sum(1).unflatten(1, groups).sum(2) - (v * dv).sum(1)
+    delta = (g * out).sum(-1, keepdim=True)
+    still, size = dk.sum(1), scale * (delta * q).norm()
+    of_q = torch.einsum("bshd,bshe->bhde", q, dq).unflatten(1, groups).sum(2)
+    common = of_q - torch.einsum("bshd,bshe->bhde", dk, k)
+    rounding = NOISE * size * k.norm(dim=-1).square().mean().sqrt()
+    laws = (
+        linear.norm() <= AGREE * (moved * g).norm(),
+        still.norm() <= AGREE * size,
+        common.norm() <= AGREE * of_q.norm() + rounding,
+    )
+    return bool(torch.stack(laws).all())

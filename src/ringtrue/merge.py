@@ -1,8 +1,14 @@
-"""Merge partial attention results over disjoint sets of keys, in float32 (float64 for float64 inputs)."""
+"""Merge partial attention results over disjoint sets of keys, in float32 (float64 for float64 inputs).
+
+On CUDA one pass of one kernel (merge_triton.py) where Triton can be used, else, as on a CPU, a few operations of torch
+with the same formula.
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import warnings
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -16,20 +22,66 @@ Lse: TypeAlias = Float[Tensor, "B H Sq"]
 SWALLOWED = 2.0**26  # float32 at this level counts in eights: scores of an ordinary size are lost
 
 
-def merge(total: tuple[Out, Lse] | None, out: Out, lse: Lse, odds: Lse | float = 0.0) -> tuple[Out, Lse]:
+def merge(
+    total: tuple[Out, Lse] | None,
+    out: Out,
+    lse: Lse,
+    odds: Lse | float = 0.0,
+    into: tuple[Out, Lse] | None = None,
+) -> tuple[Out, Lse]:
     """Add one part to a running total, or start one.
 
     Each part is weighted by exp(lse - merged lse), the online softmax of FlashAttention (arXiv:2205.14135), written so
     that both weights sum to 1. A part whose lse is -inf saw nothing and weighs 0; where all are -inf, out stays 0.
     `odds` is added to how much more the part weighs than the total, as a logarithm: what two equal lse cannot say.
+    `into` takes the result: tensors of the caller's own, or views of them of any strides, the total's own too.
     """
-    out = out.to(accumulate_dtype(out.dtype))
     if total is None:
-        return out, lse
+        return out.to(accumulate_dtype(out.dtype)), lse
     old_out, old_lse = total
+    if _fusible(*total, out, lse, odds, *(into or ())):
+        to = into or (torch.empty(out.shape, dtype=old_out.dtype, device=out.device), torch.empty_like(old_lse))
+        _fused()(old_out, old_lse, out, lse, odds, *to)
+        return to
     # the part's share, 1 / (1 + exp(old - new)); NaN is -inf - -inf: neither saw anything
     share = torch.sigmoid(lse - old_lse + odds).nan_to_num(0.0).transpose(1, 2).unsqueeze(-1)
-    return torch.lerp(old_out, out, share), torch.logaddexp(old_lse, lse)
+    merged = torch.lerp(old_out, out.to(accumulate_dtype(out.dtype)), share), torch.logaddexp(old_lse, lse)
+    return merged if into is None else (into[0].copy_(merged[0]), into[1].copy_(merged[1]))
+
+
+def _fusible(*given: Tensor | float) -> bool:
+    """Whether the kernel takes these (total_out, total_lse, out, ...): real tensors on one CUDA device (not fake ones),
+    float32 but `out`, and no gradient to record."""
+    out = given[2]
+    if not isinstance(out, Tensor) or not out.is_cuda:
+        return False
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    return (
+        all(type(x) is Tensor and x.device == out.device for x in tensors)
+        and all(x.dtype == torch.float32 for x in tensors if x is not out)
+        and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and 0 < out.shape[-1] <= 1024
+        and 0 < out.numel() // out.shape[-1] < 2**31
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and _fused() is not None
+    )
+
+
+@cache
+def _fused() -> Any:
+    """The kernel's launcher; None where Triton cannot be imported, or cannot compile (with a warning: it should)."""
+    try:
+        from .merge_triton import update
+    except ImportError:
+        return None
+    try:
+        out, lse = torch.zeros(1, 1, 1, 1, device="cuda"), torch.zeros(1, 1, 1, device="cuda")
+        update(out, lse, out, lse, 0.0, out, lse)
+    except Exception as error:  # no C compiler, a driver that Triton does not know, anything
+        problem = f"Triton cannot be used, parts are merged by torch: {type(error).__name__}: {error}"
+        warnings.warn(problem, stacklevel=2)
+        return None
+    return update
 
 
 class Merged:
@@ -64,11 +116,10 @@ class Merged:
         odds: Tensor | float = 0.0
         if self._tops is not None and at_top is not None:
             odds, self._tops[:, :, rows] = _flat_odds(self._tops[:, :, rows], total_lse[:, :, rows], at_top, lse)
-        merged = merge((total_out[:, rows], total_lse[:, :, rows]), out, lse, odds)
-        if every:
+        old = total_out[:, rows], total_lse[:, :, rows]
+        merged = merge(old, out, lse, odds, old if self._owned else None)
+        if not self._owned:  # all rows
             self._total, self._owned = merged, True
-        else:
-            total_out[:, rows], total_lse[:, :, rows] = merged
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, and lse; 0 and -inf for rows that no part was for."""

@@ -91,6 +91,7 @@ NOT_REFUSED = {
     "head_dim_multiple": "the edge pads",
     "stride_multiple": "the edge copies",
     "key_tile": "the edge splits the keys",
+    "dropout_tile": "the edge cuts the queries",
     "any_scale": "the edge moves the sign into q",
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",

@@ -143,6 +143,21 @@ def another_state(call: BackwardCall) -> BackwardCall:
     return call if call.rng is None else call._replace(rng=call.rng + torch.tensor([1, 0]))
 
 
+def next_parts_state(call: BackwardCall) -> BackwardCall:
+    """The offset of the next part of a call, as an edge or a ring counts them."""
+    return call if call.rng is None else call._replace(rng=call.rng + torch.tensor([0, 1]))
+
+
+def dropped_but_not_scaled(call: BackwardCall) -> BackwardCall:
+    """Backward drops, but what it keeps is not divided by 1 - p: dP and dv are, rowsum(grad_out out) is not."""
+    kept = 1.0 - call.options.dropout_p
+    return call._replace(grad_out=call.grad_out * kept, out=call.out / kept)
+
+
+def dropout_ignored(call: BackwardCall) -> BackwardCall:
+    return call._replace(options=replace(call.options, dropout_p=0.0))
+
+
 def dbias_without_lse(pair: OpPair) -> OpPair:
     """What a gradient of lse adds to the gradient of a float mask is missing."""
 
@@ -329,6 +344,11 @@ MUTANTS: dict[str, Mutant] = {
         both_see(key_segments_ignored, key_segments_ignored), lambda c: "segments" in c.masks, where="segments"
     ),
     "random-state-not-replayed": Mutant(backward_sees(another_state), lambda c: c.dropout, where="dropout"),
+    "random-state-of-the-next-part": Mutant(backward_sees(next_parts_state), lambda c: c.dropout, where="dropout"),
+    "dropout-scale-missing-in-backward": Mutant(
+        backward_sees(dropped_but_not_scaled), lambda c: c.dropout, where="dropout"
+    ),
+    "dropout-ignored-in-backward": Mutant(backward_sees(dropout_ignored), lambda c: c.dropout, where="dropout"),
     "softcap-ignored": Mutant(both_see(no_softcap, no_softcap), lambda c: c.softcap, where="softcap"),
     "softcap-ignored-in-backward": Mutant(backward_sees(no_softcap), lambda c: c.softcap, where="softcap"),
     "softcap-after-the-mask": Mutant(softcap_after_mask, lambda c: c.softcap, where="softcap"),

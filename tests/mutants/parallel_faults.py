@@ -18,8 +18,12 @@ from ringtrue.parallel.layout import dealt
 from ringtrue.parallel.schedule import Schedule
 
 
+def _written(found: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    return found if into is None else (into[0].copy_(found[0]), into[1].copy_(found[1]))
+
+
 def merge_without_care(
-    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: object = 0.0
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: object = 0.0, into: Any = None
 ) -> tuple[Tensor, Tensor]:
     """-inf - -inf is NaN, and nobody looked."""
     out = out.to(lse.dtype)
@@ -27,7 +31,7 @@ def merge_without_care(
         return out, lse
     new = torch.logaddexp(total[1], lse)
     weights = ((x - new).exp().transpose(1, 2).unsqueeze(-1) for x in (total[1], lse))
-    return total[0] * next(weights) + out * next(weights), new
+    return _written((total[0] * next(weights) + out * next(weights), new), into)
 
 
 _merge, _add, _travel, _ring, _gather_keys = (
@@ -40,11 +44,11 @@ _merge, _add, _travel, _ring, _gather_keys = (
 
 
 def merge_in_bf16(
-    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: Any = 0.0
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, odds: Any = 0.0, into: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Partial results are rounded at every step (zhuzilin/ring-flash-attention#42)."""
     merged, new = _merge(total, out, lse, odds)
-    return merged.bfloat16().to(merged.dtype), new
+    return _written((merged.bfloat16().to(merged.dtype), new), into)
 
 
 def sum_in_bf16(parts: list[Tensor], dk: Tensor, dv: Tensor, wanted: Any) -> None:

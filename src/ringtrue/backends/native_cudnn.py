@@ -3,7 +3,7 @@
 Seen on torch 2.11, cuDNN 9.19 and an H200: lse is (B, H, S, 1); causal is top-left; a float mask has q's dtype; GQA and
 Dv != D are taken directly; no gradient of a float mask. Its backward depends on what ran before it in the process, and
 a single query is wrong: faults.py mends both. With an odd multiple of 64 keys dq is NaN where all scores of a query are
-very negative: hence `key_tile`. Dropout is not offered yet.
+very negative: hence `key_tile`. Dropout: the state comes and goes as two int64 scalars on the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ._philox import drawing, replayed
 from ._pinned import moved, op
 
 SCHEMAS = {
@@ -33,13 +34,15 @@ SCHEMAS = {
 _forward, _backward = map(op, SCHEMAS)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel."""
-    out, lse, *_ = _forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), mask.dense, True, 0.0, mask.causal is not None, False,
-        scale=options.scale,
-    )  # fmt: skip
-    return ForwardOut(out.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1]))
+    p = options.dropout_p
+    with drawing(rng, p, q.device):
+        out, lse, *_ = _forward(
+            *(x.transpose(1, 2) for x in (q, k, v)), mask.dense, True, p, mask.causal is not None, False,
+            scale=options.scale,
+        )  # fmt: skip
+    return ForwardOut(out.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1]), rng)
 
 
 def backward(
@@ -51,16 +54,17 @@ def backward(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: None,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
-    unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+    p = options.dropout_p
+    state = replayed(rng, p, q.device)
     grads = _backward(
-        *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.unsqueeze(-1).contiguous(), unread, unread,
-        mask.dense, None, None, q.shape[1], k.shape[1], 0.0, mask.causal is not None, scale=options.scale,
+        *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.unsqueeze(-1).contiguous(), state, state,
+        mask.dense, None, None, q.shape[1], k.shape[1], p, mask.causal is not None, scale=options.scale,
     )  # fmt: skip
     return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
 
@@ -78,6 +82,7 @@ CLAIMS = Claims(
     value_dim=True,
     key_tile=64,
     any_scale=False,
+    dropout=True,
     deterministic=False,
     arithmetic="16-bit",
 )

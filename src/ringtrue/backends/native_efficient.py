@@ -3,7 +3,9 @@
 Seen on torch 2.11 and an H200: lse comes in rows of ceil(Sq / 32) * 32 with +inf in the padding, and goes back so;
 causal is top-left; a float mask has q's dtype, starts each row at a multiple of 8 elements and may be expanded, its
 gradient comes in full (B, H, Sq, Sk); backward takes an out whose heads are outermost for one whose tokens are. No GQA.
-Dropout is not offered yet.
+Dropout: the state comes and goes as two int64 scalars on the CPU; weights are counted in 32 bits, so that from 2**32 on
+the same numbers are drawn again (at 16384 tokens head 16 drops what head 0 drops) and backward may count otherwise than
+forward: hence `dropout_tile`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ._philox import drawing, replayed
 from ._pinned import moved, op
 
 SCHEMAS = {
@@ -34,13 +37,15 @@ LSE_ROWS = 32
 _forward, _backward = map(op, SCHEMAS)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel, lse cut to the queries there are."""
-    out, lse, *_ = _forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), _bias(q, k, mask), True, 0.0, mask.causal is not None,
-        scale=options.scale,
-    )  # fmt: skip
-    return ForwardOut(out.transpose(1, 2), lse[:, :, : q.shape[1]])
+    p = options.dropout_p
+    with drawing(rng, p, q.device):
+        out, lse, *_ = _forward(
+            *(x.transpose(1, 2) for x in (q, k, v)), _bias(q, k, mask), True, p, mask.causal is not None,
+            scale=options.scale,
+        )  # fmt: skip
+    return ForwardOut(out.transpose(1, 2), lse[:, :, : q.shape[1]], rng)
 
 
 def backward(
@@ -52,17 +57,18 @@ def backward(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: None,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; lse is padded again as the kernel reads it."""
-    unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+    p = options.dropout_p
+    state = replayed(rng, p, torch.device("cpu") if p else q.device)  # read by the host
     padded = functional.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf")).contiguous()
     grads = _backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v)), _bias(q, k, mask), out.contiguous().transpose(1, 2),
-        padded, unread, unread, 0.0, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
+        padded, state, state, p, [True, True, True, wanted.bias], mask.causal is not None, scale=options.scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) if w else None for x, w in zip(grads[:3], wanted[:3], strict=True))
     return Grads(dq, dk, dv, grads[3] if wanted.bias else None)
@@ -80,6 +86,8 @@ CLAIMS = Claims(
     causal="top_left",
     head_dim_multiple=8,
     value_dim=True,
+    dropout=True,
+    dropout_tile=2**31,
     dbias=True,
     deterministic=False,
     deterministic_by_switch=True,

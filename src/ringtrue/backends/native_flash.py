@@ -1,7 +1,9 @@
 """torch's fused flash attention: FlashAttention-2 on CUDA (aten::_scaled_dot_product_flash_attention), and for CPUs.
 
 CUDA, seen on torch 2.11 and an H200: takes (B, H, S, D) as strides, GQA directly, no mask at all; causal is
-bottom-right; head dims are multiples of 8 up to 256, equal for keys and values. Dropout is not offered yet.
+bottom-right; head dims are multiples of 8 up to 256, equal for keys and values. Dropout: the state comes and goes as
+(seed, offset) in uint64 on the device; a weight is kept where a random byte is at most 255 (1 - p) rounded down, so the
+share that is kept is off by up to 1/256, while what is kept is divided by 1 - p as it should.
 
 CPU (aten::_scaled_dot_product_flash_attention_for_cpu), seen on torch 2.13: causal is top-left for any Sq and Sk; a
 float mask is taken in float32 with 16-bit inputs; with float64 inputs a float32 mask is read as float64 (silently
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted
+from ._philox import drawing, replayed
 from ._pinned import moved, op
 
 CPU_SCHEMAS = {
@@ -54,12 +57,14 @@ _cuda_forward, _cuda_backward = map(op, CUDA_SCHEMAS)
 _cpu_forward, _cpu_backward = map(op, CPU_SCHEMAS)
 
 
-def cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options) -> ForwardOut:
+def cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel."""
-    out, lse, *_ = _cuda_forward(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, mask.causal is not None, scale=options.scale
-    )
-    return ForwardOut(out.transpose(1, 2), lse)
+    p = options.dropout_p
+    with drawing(rng, p, q.device):
+        out, lse, *_ = _cuda_forward(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), p, mask.causal is not None, scale=options.scale
+        )
+    return ForwardOut(out.transpose(1, 2), lse, rng)
 
 
 def cuda_backward(
@@ -71,16 +76,17 @@ def cuda_backward(
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    rng: None,
+    rng: Tensor | None,
     saved: tuple[Tensor, ...],
     options: Options,
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel; all of dq, dk, dv come together."""
-    unread = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+    p = options.dropout_p
+    state = replayed(rng, p, q.device, 2).view(torch.uint64)  # seed and offset; the second tensor is not read
     grads = _cuda_backward(
         *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(), None, None, q.shape[1], k.shape[1],
-        0.0, mask.causal is not None, unread, unread, scale=options.scale,
+        p, mask.causal is not None, state, state, scale=options.scale,
     )  # fmt: skip
     return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads, wanted[:3], strict=True)))
 
@@ -142,6 +148,7 @@ CUDA_CLAIMS = Claims(
     gqa=True,
     any_scale=False,
     stride_multiple=8,
+    dropout=True,
     deterministic=False,
     deterministic_by_switch=True,
     arithmetic="16-bit",

@@ -20,7 +20,7 @@ from ..level import keys_at_top, level
 from ..masks import live_rows, part_of_bias
 from ..merge import Merged
 from .blocks import blocks_of, reached, whole
-from .fit import as_is, fit, inner, lower, pad, positive, unfit, unlower
+from .fit import as_is, fit, inner, lower, pad, positive, rows_at_once, unfit, unlower
 from .through_lse import plus, through_lse
 
 
@@ -45,7 +45,7 @@ def widened(claims: Claims) -> Claims:
     bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
         claims, masks=masks, bias_dtype=bias_dtype, causal=causal, head_dim_multiple=1, gqa=True, value_dim=True,
-        key_tile=None, any_scale=True, any_strides=True, stride_multiple=1,
+        key_tile=None, dropout_tile=None, any_scale=True, any_strides=True, stride_multiple=1,
         dlse=claims.dlse or claims.backward_from_lse,
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ def _forward(
     if _empty(q, k):
         return ForwardOut(*_nothing(q, v), rng)
     mask = reached(mask, q.shape[1], k.shape[1])
-    blocks = blocks_of(mask, q.shape[1], k.shape[1], pair.claims)
+    blocks = blocks_of(mask, q.shape[1], k.shape[1], pair.claims, rows_at_once(pair.claims, options, q, k))
     if whole(blocks, q, k):
         return _forward_block(pair, q, k, v, mask, rng, options)
     merged, saved = Merged(q, v.shape[-1], flat=mask.bias is not None), []
@@ -91,7 +91,7 @@ def _backward(
         like = (q, k, v, mask.bias)
         return Grads(*(torch.zeros_like(x) if w and x is not None else None for x, w in zip(like, wanted, strict=True)))
     mask = reached(mask, q.shape[1], k.shape[1])
-    blocks = blocks_of(mask, q.shape[1], k.shape[1], pair.claims)
+    blocks = blocks_of(mask, q.shape[1], k.shape[1], pair.claims, rows_at_once(pair.claims, options, q, k))
     if whole(blocks, q, k):
         return _backward_block(pair, grad_out, grad_lse, q, k, v, mask, out, lse, rng, saved, options, wanted)
     bias = mask.bias if wanted.bias else None

@@ -20,8 +20,19 @@ def reached(mask: Mask, q_len: int, k_len: int) -> Mask:
     return mask if (causal, since) == (mask.causal, mask.since) else replace(mask, causal=causal, since=since)
 
 
-def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims) -> list[Block]:
-    """Rectangles (rows, cols) that cover all visible: each as the pair takes it, or rows to be written out."""
+def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims, rows_at_once: int | None = None) -> list[Block]:
+    """Rectangles (rows, cols) that cover all visible: each as the pair takes it, or rows to be written out.
+
+    `rows_at_once`: how many rows one of them may have.
+    """
+    if rows_at_once is not None and q_len > rows_at_once:
+        blocks = []
+        for start in range(0, q_len, rows_at_once):
+            part = slice(start, min(start + rows_at_once, q_len))
+            own = mask.at(part, slice(0, k_len))
+            for rows, cols in blocks_of(own, part.stop - start, k_len, claims):
+                blocks.append((slice(rows.start + start, rows.stop + start), cols))
+        return blocks
     if mask.hides_nothing and claims.key_tile is None:
         return [(slice(0, q_len), slice(0, k_len))]
     if (mask.kinds - claims.masks) & WRITTEN_OUT:

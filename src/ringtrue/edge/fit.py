@@ -26,10 +26,20 @@ def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v:
         return False
     if (tile is not None and k_len % (2 * tile) == tile) or (options.scale <= 0 and not claims.any_scale):
         return False
+    rows = rows_at_once(claims, options, q, k)
+    if rows is not None and q_len > rows:
+        return False
     for x in () if claims.any_strides else (q, k, v, *outer):
         if x.stride(3) != 1 or (claims.stride_multiple > 1 and _misplaced(x, claims.stride_multiple)):
             return False
     return True
+
+
+def rows_at_once(claims: Claims, options: Options, q: Tensor, k: Tensor) -> int | None:
+    """How many queries one call of the pair may have, or None: a pair may draw only so many numbers for dropout."""
+    if claims.dropout_tile is None or not options.dropout_p:
+        return None
+    return max(claims.dropout_tile // max(q.shape[0] * q.shape[2] * k.shape[1], 1), 1)
 
 
 def fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
