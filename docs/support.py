@@ -21,8 +21,9 @@ FAULTS_HEAD = """# Known faults of the kernels we call
 
 Written by docs/support.py from `src/ringtrue/faults.py`. **avoid**: the call is put so that the fault cannot show.
 **pad**: the call is made larger, and the rest cut off. **guard**: the result is checked once per signature against
-another kernel. **refuse**: a claim leaves it out. A link goes to the report, or to the nearest one where we know of
-none. On a GPU `tests/test_faults_cuda.py` shows that the faults are still there without what is done about them.
+another kernel, or with dropout by laws that gradients keep whatever the mask. **refuse**: a claim leaves it out. A link
+goes to the report, or to the nearest one where we know of none. On a GPU `tests/test_faults_cuda.py` shows that the
+faults are still there without what is done about them.
 
 torch's cuDNN fault in fifteen lines: [cudnn_backward_cache.py](cudnn_backward_cache.py).
 

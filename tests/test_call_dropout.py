@@ -21,8 +21,9 @@ from ringtrue.audit.judge import judged
 from ringtrue.audit.laws import whole
 from ringtrue.backends import REGISTRY
 from ringtrue.call import random_state
-from ringtrue.contract import Mask, OpPair, Options, Wanted, accumulate_dtype
+from ringtrue.contract import Facts, Mask, OpPair, Options, Wanted, accumulate_dtype
 from ringtrue.edge import edge
+from ringtrue.select import survey
 
 
 class Dropping(NamedTuple):
@@ -224,3 +225,11 @@ def test_blocks_do_not_repeat_each_other(backend: Any) -> None:
         drawn = drawn_mask(pair, x)
     parts = drawn.split(3, 2)
     assert not any(torch.equal(a, b) for a, b in ((parts[0], parts[1]), (parts[1], parts[2]), (parts[0], parts[2])))
+
+
+def test_auto_takes_the_kernels_on_cuda() -> None:
+    """By their claims, on any machine."""
+    sizes = (2, 96, 96, 4, 4, 64, 64)
+    facts = Facts("cuda", torch.bfloat16, *sizes, wanted=Wanted(True, True, True), dropout=True, capability=(9, 0))
+    choices, _ = survey("auto", facts)
+    assert [c.backend for c in choices] == [b.name for b in REGISTRY if "cuda" in b.pairs and not b.unavailable("cuda")]

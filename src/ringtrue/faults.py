@@ -24,7 +24,7 @@ class Fault:
 
     avoid   the call is put so that the fault cannot show, by the module named in `where`
     pad     the call is made larger, and the rest is cut off
-    guard   the result is checked once per signature, against another pair
+    guard   the result is checked once per signature, against another pair, or with dropout by laws
     refuse  a claim leaves it out
     """
 
