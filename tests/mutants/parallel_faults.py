@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ringtrue import merge
-from ringtrue.contract import ForwardOut, OpPair
-from ringtrue.parallel import globalise, plan, ring, shard
+from ringtrue.contract import ForwardOut, Grads, OpPair
+from ringtrue.parallel import context, globalise, joint, plan, ring, shard, ulysses
+from ringtrue.parallel.comm import Template
 from ringtrue.parallel.layout import dealt
-from ringtrue.parallel.schedule import Schedule
+from ringtrue.parallel.schedule import Block, Schedule
 
 
 def _written(found: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -93,6 +95,108 @@ def neighbours_keys(op: Any, mine: Tensor | None, k: Tensor) -> Tensor:
     return torch.cat(dealt(_gather_keys(op, mine, k), op.k, 1)[::-1], 1)
 
 
+_here = threading.local()
+_state, _backward, _row, _globalise = ring._state, ring._Ring.backward, Schedule._row, plan.globalise
+
+
+def backward_with_the_last_state(op: Any, *given: Any) -> Grads:
+    """Forward kept one random state for all steps of the ring."""
+    _here.backward = True
+    try:
+        return _backward(op, *given)
+    finally:
+        _here.backward = False
+
+
+def last_state(rng: Tensor | None, owner: int, number: int) -> Tensor | None:
+    return _state(rng, 0 if getattr(_here, "backward", False) else owner, number)
+
+
+def one_state(rng: Tensor | None, owner: int, number: int) -> Tensor | None:
+    """Every step of a ring drops the same places: the gradient is right, the randomness is not."""
+    return rng
+
+
+def one_state_for_all_ranks(op: Any, rng: Tensor | None) -> Tensor | None:
+    """Ranks with one seed drop the same places of their own heads or rows."""
+    return rng
+
+
+def rank_order(parts: Sequence[Tensor], layout: Any, dim: int) -> Tensor:
+    """What ranks hold, joined as if it lay rank after rank."""
+    return torch.cat(list(parts), dim)
+
+
+def own_upstream_only(op: Any, upstream: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Each rank takes its own objective for the whole gradient of the prefix rows."""
+    return [op._cut(x, dim) for x, dim in upstream]
+
+
+def prefix_forgotten(*given: Any, joint_prefix: int = 0, **more: Any) -> Any:
+    """Text tokens are every rank's own: they count as often as there are ranks."""
+    return _call(*given, **more)
+
+
+_call = context.ContextParallel.call
+
+
+def sums_replicated_keys(pair: OpPair, comm: Any, k: Any, *rest: Any) -> OpPair:
+    """dk of keys that every rank holds is summed over ranks, and then by the training script again."""
+    whole = _globalise(pair, comm, k, *rest)
+
+    def backward(*given: Any) -> Grads:
+        grads = whole.backward(*given)
+        if k is not None or grads.dk is None:
+            return grads
+        form = [Template(tuple(grads.dk.shape), grads.dk.dtype)]
+        received = comm.exchange([[grads.dk]] * comm.size, [form] * comm.size, grads.dk.device).wait()
+        return grads._replace(dk=torch.stack([part for (part,) in received]).sum(0))
+
+    return replace(whole, backward=backward)
+
+
+def window_from_here(schedule: Schedule, span: Any, rows: slice, keys: Any) -> list[Block]:
+    """The window counts from this rank's first query and each block's first key."""
+    blocks = _row(replace(schedule, since=None), span, rows, keys)
+    since = schedule.since
+    return blocks if since is None else [replace(b, since=since + rows.start - b.cols.start) for b in blocks]
+
+
+def without_lse_gradient(op: Any, grad_out: Tensor, grad_lse: Tensor | None, options: Any) -> Any:
+    """Heads are exchanged for the gradient of out, and that of lse is forgotten."""
+    return _send_upstream(op, grad_out, None, options)
+
+
+_send_upstream = ulysses._Round.send_upstream
+
+
+def neighbours_columns(x: Tensor, layout: Any, dim: int) -> list[Tensor]:
+    """Each rank gets the gradient of another rank's key bias."""
+    return dealt(x, layout, dim)[::-1]
+
+
+def neighbours_segments(op: Any, mine: Tensor | None, k: Tensor) -> Tensor:
+    """Documents of keys are joined in another rank order than the keys."""
+    whole = _gather_keys(op, mine, k)
+    return whole if whole.dtype != torch.int64 else torch.cat(dealt(whole, op.k, 1)[::-1], 1)
+
+
+def contiguous_layout(config: Any, lengths: Sequence[int], prefix: int = 0) -> Any:
+    """Balanced shards, and positions as if they were contiguous."""
+    return _layout_of(replace(config, load_balance="none"), lengths, prefix)
+
+
+_layout_of = plan.layout_of
+
+
+@contextmanager
+def both(*faults: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault)
+        yield
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "merge without -inf care": lambda: patch.object(merge, "merge", merge_without_care),
     "merge in bf16": lambda: patch.object(merge, "merge", merge_in_bf16),
@@ -102,6 +206,22 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "lse 0 for an empty row in one ring step": lambda: patch.object(plan, "ring", with_lse_zero),
     "gather backward missing the sum": lambda: patch.object(shard.Gather, "backward", staticmethod(own_slice_only)),
     "key mask of the wrong rank": lambda: patch.object(globalise._Globalise, "_gather", neighbours_keys),
+    "one random state for all ring steps": lambda: both(
+        patch.object(ring._Ring, "backward", backward_with_the_last_state), patch.object(ring, "_state", last_state)
+    ),
+    "every ring step drops the same places": lambda: patch.object(ring, "_state", one_state),
+    "every rank drops the same places": lambda: patch.object(globalise._Globalise, "_state", one_state_for_all_ranks),
+    "tokens joined in rank order": lambda: patch.object(ulysses, "in_order", rank_order),
+    "key mask joined in rank order": lambda: patch.object(globalise, "in_order", rank_order),
+    "gather joins in rank order": lambda: patch.object(shard, "in_order", rank_order),
+    "prefix gradient not summed": lambda: patch.object(joint._Joint, "_sum", own_upstream_only),
+    "prefix counted on every rank": lambda: patch.object(context.ContextParallel, "call", prefix_forgotten),
+    "replicated dk summed twice": lambda: patch.object(plan, "globalise", sums_replicated_keys),
+    "window offset local": lambda: patch.object(Schedule, "_row", window_from_here),
+    "lse gradient dropped under Ulysses": lambda: patch.object(ulysses._Round, "send_upstream", without_lse_gradient),
+    "dbias of another rank's keys": lambda: patch.object(globalise, "dealt", neighbours_columns),
+    "segments of the wrong rank": lambda: patch.object(globalise._Globalise, "_gather", neighbours_segments),
+    "head_tail positions contiguous": lambda: patch.object(plan, "layout_of", contiguous_layout),
 }
 
 

@@ -171,4 +171,5 @@ def _upstream(told: Recipe, problem: Draw, numbers: torch.Generator) -> tuple[Te
 def _declared(mask: Mask) -> str:
     """The mask kind of a declaration."""
     kinds = {"dense_bool": "rows_bool", "dense_float": "rows_float", "key_keep": "key_bool", "key_bias": "key_float"}
+    kinds["segments"] = "segments"
     return next((kinds[kind] for kind in sorted(mask.kinds) if kind in kinds), "none")

@@ -144,7 +144,7 @@ def recipe(
         q=q,
         k=k.get(layout, q),
         balanced=layout == "balanced",
-        prefix=pick.randint(1, 4) if layout == "prefix" or (layout == "balanced" and pick.random() < 0.3) else 0,
+        prefix=pick.randint(1, 4) if layout == "prefix" or (layout != "self" and pick.random() < 0.3) else 0,
         replicated=layout == "replicated",
         batch=pick.choice((1, 2)),
         kv_heads=pick.choice((1, 1, 2, 2, 3, 4)),
@@ -191,7 +191,7 @@ def _asked(chosen: Recipe, pick: Random, claims: Claims, like_everywhere: bool) 
     """Which gradients each rank wants, what its objective looks at, and whether the call is declared."""
     size = chosen.size
     has_bias = claims.dbias and (chosen.dense == "float" or "bias" in chosen.key)
-    one_kind = not chosen.segments and not (chosen.dense and chosen.key) and "+" not in chosen.key
+    one_kind = sum(map(bool, (chosen.segments, chosen.dense, chosen.key))) < 2 and "+" not in chosen.key
     declared = one_kind and pick.random() < 0.2
     # what several ranks hold a part of is only whole when all of them want it
     shared = like_everywhere or declared or (chosen.dense == "float" and "q" not in chosen.dims)

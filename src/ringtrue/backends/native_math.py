@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 from ..masks import allowed
+from ._mixed import mixed
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
@@ -64,9 +65,8 @@ def _dropped(x: Tensor, rng: Tensor | None, p: float) -> Tensor:
     """(B, H, Sq, Sk) times the mask that a random state stands for: 0 with probability p, else 1 / (1 - p)."""
     if p == 0.0 or rng is None:
         return x
-    seed, offset = rng.tolist()
     generator = torch.Generator(x.device)
-    generator.manual_seed((seed + offset * 0x9E3779B97F4A7C15) % 2**64)  # odd: every offset is another stream
+    generator.manual_seed(mixed(*rng.tolist()))  # torch's CPU generator looks at the low 32 bits alone
     drawn = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32) >= p
     return x.masked_fill(~drawn, 0.0) / (1.0 - p)
 
