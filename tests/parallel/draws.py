@@ -49,14 +49,14 @@ def draw(seed: int, **limits: Any) -> Draw:
     return build(recipe(Random(seed), **limits))
 
 
-def on_ranks(problem: Draw, backend: object = None) -> list[Result]:
+def on_ranks(problem: Draw, backend: object = None, device: str = "cpu") -> list[Result]:
     """Every rank's result, through the in-process ranks."""
     with generators():
-        return World(problem.size).run(play, problem, backend)
+        return World(problem.size).run(play, problem, backend, device)
 
 
-def on_twin(problem: Draw, backend: object = None) -> Quantities:
-    return joined(on_ranks(problem, backend), problem)
+def on_twin(problem: Draw, backend: object = None, device: str = "cpu") -> Quantities:
+    return joined(on_ranks(problem, backend, device), problem)
 
 
 def verdicts(results: Sequence[Result], problem: Draw) -> list[Verdict]:
@@ -69,9 +69,9 @@ def verdicts(results: Sequence[Result], problem: Draw) -> list[Verdict]:
     return judge(joined(results, problem, right.values), right, yardstick(inputs), inputs)
 
 
-def failures(problem: Draw, backend: object = None) -> list[str]:
+def failures(problem: Draw, backend: object = None, device: str = "cpu") -> list[str]:
     """What is wrong about a problem on the in-process ranks; empty where all is right."""
-    return confirmed(problem, lambda tried: on_ranks(tried, backend))
+    return confirmed(problem, lambda tried: on_ranks(tried, backend, device))
 
 
 def confirmed(problem: Draw, run: Callable[[Draw], Sequence[Result]]) -> list[str]:

@@ -35,25 +35,26 @@ def exact(seed: int, dtype: torch.dtype) -> Truth:
     return truth_of(gaussian(seed, dtype))
 
 
-def errors(pair: OpPair, ranks: int, dtype: torch.dtype) -> list[dict[str, float]]:
+def errors(pair: OpPair, ranks: int, dtype: torch.dtype, device: str = "cpu") -> list[dict[str, float]]:
     """Per seed, the relative errors of out, dq, dk and dv over a ring of `ranks`."""
     lengths = (LENGTH // ranks,) * ranks
-    return [
-        relative_errors(on_twin(Draw((1, ranks), lengths, lengths, gaussian(seed, dtype)), pair), exact(seed, dtype))
-        for seed in SEEDS
-    ]
+    problems = [Draw((1, ranks), lengths, lengths, gaussian(seed, dtype)) for seed in SEEDS]
+    found = [on_twin(problem, pair, device) for problem in problems]
+    return [relative_errors(got, exact(seed, dtype)) for seed, got in zip(SEEDS, found, strict=True)]
 
 
 @cache
-def right(pair: OpPair, ranks: int, dtype: torch.dtype) -> list[dict[str, float]]:
+def right(pair: OpPair, ranks: int, dtype: torch.dtype, device: str = "cpu") -> list[dict[str, float]]:
     """The errors of the unbroken ring, computed once for all tests of a process."""
-    return errors(pair, ranks, dtype)
+    return errors(pair, ranks, dtype, device)
 
 
-def growths(pair: OpPair, dtype: torch.dtype, sixteen: list[dict[str, float]] | None = None) -> list[Growth]:
+def growths(
+    pair: OpPair, dtype: torch.dtype, sixteen: list[dict[str, float]] | None = None, device: str = "cpu"
+) -> list[Growth]:
     """The ring law's verdicts; `sixteen` replaces the errors at 16 ranks (those of a mutant)."""
-    one, two = right(pair, 1, dtype), right(pair, 2, dtype)
-    return ring_law(one, two, sixteen or right(pair, 16, dtype), pair.claims.arithmetic)
+    one, two = right(pair, 1, dtype, device), right(pair, 2, dtype, device)
+    return ring_law(one, two, sixteen or right(pair, 16, dtype, device), pair.claims.arithmetic)
 
 
 TABLE = Path(__file__).parents[2] / "docs" / "measured" / "ring-law.md"

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two CUDA devices"),
 ]
-DRAWS = 12
+DRAWS = 200
 
 
 def problems(world: int, backend: str) -> list[Draw]:
