@@ -49,7 +49,7 @@ def draw(seed: int, **limits: Any) -> Draw:
     return build(recipe(Random(seed), **limits))
 
 
-def on_ranks(problem: Draw, backend: object = None, device: str = "cpu") -> list[Result]:
+def on_ranks(problem: Draw, backend: object = None, device: torch.device | str = "cpu") -> list[Result]:
     """Every rank's result, through the in-process ranks."""
     with generators():
         return World(problem.size).run(play, problem, backend, device)
@@ -152,23 +152,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--replay", help="the recipe of one problem instead")
     parser.add_argument("--reduce", action="store_true", help="look for a simpler one that fails too")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: under torchrun, over NCCL")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: under torchrun over NCCL")
     parser.add_argument("--backend", help="of every call (default: any that can take it)")
     parser.add_argument("--dtype", action="append", help="of the tensors; may be repeated")
     parser.add_argument("--most", type=int, default=5, help="tokens per rank, at most")
     asked = parser.parse_args(arguments)
     here = [s for s in rt.backends() if s.device == asked.device and s.unavailable is None]
-    limits: dict[str, Any] = {"backends": [asked.backend] if asked.backend else ["auto", *(s.name for s in here)]}
+    names = ["auto", *(s.name for s in here)] if asked.device == "cpu" else ["auto"]  # there not all take all masks
+    limits: dict[str, Any] = {"backends": [asked.backend] if asked.backend else names}
     limits |= {"dtypes": asked.dtype} if asked.dtype else {}
     limits |= {"claims": next(s.claims for s in here if s.name == asked.backend)} if asked.backend else {}
-    run: Callable[[Draw], list[str]] = failures
-    talks = True
-    if asked.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device, talks = torch.device(asked.device), True
+    ranks: Callable[[Draw], Sequence[Result]] = lambda problem: on_ranks(problem, None, device)
+    if asked.device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         limits["worlds"] = [dist.get_world_size()]
-        device, talks = torch.device("cuda", torch.cuda.current_device()), dist.get_rank() == 0
-        run = lambda problem: confirmed(problem, lambda tried: over_processes(tried, device))
+        talks, ranks = dist.get_rank() == 0, lambda problem: over_processes(problem, device)
+    run = lambda problem: confirmed(problem, ranks)
     seeds = range(asked.first, asked.first + asked.draws)
     told = [replayed(asked.replay)] if asked.replay else [recipe(Random(s), most=asked.most, **limits) for s in seeds]
     if asked.reduce:
@@ -178,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count.update(_one(problem, run, talks))
     if talks:
         print(", ".join(f"{n} {what}" for what, n in count.most_common()))
-    if asked.device == "cuda":
+    if dist.is_initialized():
         dist.destroy_process_group()
     return int(count["wrong"] > 0)
 

@@ -129,10 +129,11 @@ def _mask(told: Recipe, problem: Draw, shape: tuple[int, int, int, int], numbers
     batch, _, q_len, k_len = shape
     uniform = lambda *some: torch.rand(some, generator=numbers)
     parts: dict[str, Any] = {}
+    bias_dtype = torch.float32 if told.wide else getattr(torch, told.dtype)
     if told.dense:
         dims = [n if name in told.dims else 1 for n, name in zip(shape, "bhqk", strict=True)]
         hidden = uniform(*dims) > 0.6
-        bias = torch.randn(dims, generator=numbers).to(getattr(torch, told.dtype))
+        bias = torch.randn(dims, generator=numbers).to(bias_dtype)
         parts["dense"] = ~hidden if told.dense == "bool" else bias.masked_fill(hidden, -torch.inf)
     if "keep" in told.key or told.key == "some":
         keep = uniform(batch, k_len) > 0.5
@@ -141,7 +142,7 @@ def _mask(told: Recipe, problem: Draw, shape: tuple[int, int, int, int], numbers
                 keep[:, places(problem, rank)[1]] = True
         parts["key_keep"] = keep
     if "bias" in told.key:
-        bias = torch.randn((batch, k_len), generator=numbers).to(getattr(torch, told.dtype))
+        bias = torch.randn((batch, k_len), generator=numbers).to(bias_dtype)
         parts["key_bias"] = bias.masked_fill(uniform(batch, k_len) > 0.8, -torch.inf)
     if told.segments:
         ids = [torch.randint(3, (batch, n), generator=numbers).sort(-1).values for n in (q_len, k_len)]

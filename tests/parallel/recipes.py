@@ -30,6 +30,7 @@ EVERYTHING = Claims(
     softcap=True,
     dbias=True,
     dlse=True,
+    bias_dtype="any",
 )
 
 
@@ -41,7 +42,7 @@ class Recipe:
     q, k        own tokens per context rank, the prefix not counted; empty k = as q. `replicated`: k = (all keys,)
     balanced    load_balance="head_tail" (q then follow from their sum)
     key         "" | "keep" | "some" (KeyPadding, None on ranks that hide nothing) | "bias" | "keep+bias"
-    dense       "" | "bool" | "float", `dims` = which of "bhqk" the tensor mask has
+    dense       "" | "bool" | "float", `dims` = which of "bhqk" the tensor mask has; `wide`: a float mask is float32
     segments    "" | "q" (k_ids=None) | "qk"
     wants       per rank (one for all), which of q, k, v and b (the float mask) require grad
     uses        per rank (one for all), what the objective looks at: "out", "lse", "both"
@@ -66,6 +67,7 @@ class Recipe:
     key: str = ""
     dense: str = ""
     dims: str = "bhqk"
+    wide: bool = False
     causal: str = ""
     window: tuple[int | None, int | None] = (None, None)
     segments: str = ""
@@ -184,6 +186,7 @@ def _masked(chosen: Recipe, pick: Random, claims: Claims) -> Recipe:
         causal=pick.choice(("", "", "top_left", "top_left", "bottom_right")),
         window=(left, right) if "window" in kinds and pick.random() < 0.5 else (None, None),
         segments=pick.choice(ids),
+        wide=chosen.dtype in ("bfloat16", "float16") and claims.bias_dtype != "input" and pick.random() < 0.3,
     )
 
 
