@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringtrue as rt
 from calls import EVERY_BACKEND, HERE, assert_close, eager, like, one_thread, qkv
@@ -106,6 +108,29 @@ def test_a_flat_row_whose_keys_come_in_several_blocks_is_the_mean_of_all(
     g = like(expected)
     for a, b in zip(torch.autograd.grad(out, leaves, g.to(dtype)), torch.autograd.grad(expected, wide, g), strict=True):
         assert_close(a, b)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor had that any operation made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(x, torch.Tensor) and x._base is None:
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return made
+
+
+@pytest.mark.parametrize("beside", [rt.Window(100, 0), rt.Segments(torch.arange(4096)[None] // 1000)], ids=str)
+def test_no_mask_of_all_queries_and_keys_is_made(beside: Any) -> None:
+    """Beside a bias per key, which tells the same of every query."""
+    q, k, v = (x.requires_grad_() for x in qkv(4096, heads=1, dim=8, batch=1))
+    bias = torch.randn(1, 4096)
+    with Largest() as seen:
+        rt.attention(q, k, v, rt.KeyBias(bias) & beside, backend="native_flash").sum().backward()
+    assert 4096 <= seen.numbers < 4096 * 4096 / 2
 
 
 def test_the_same_on_a_kernel_that_takes_keys_in_tiles() -> None:

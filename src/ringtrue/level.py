@@ -6,11 +6,10 @@ the kernel sees it, and its lse back after. Beyond `FLAT` not even float64 keeps
 the top count alike (out is the mean of their values), each recomputed weight is 1, and grad_out is divided by their
 number; such a row is moved to a power of two near it, which a kernel that works in base 2 scales by log2(e) exactly,
 and which does not overflow there (float32's lowest number does: seen on H200 with torch's memory-efficient and
-cuDNN's kernel). Rows at ordinary levels are left as they are, bit by bit. Beside a window or segments the float mask
-is written out for all queries and keys, as one dense mask. Where the keys of a flat row come in parts, in the edge or
-in a ring, each part is weighed by how many of its keys are at the top (`keys_at_top`). Not mended: under a causal mask
-a KeyBias with which some queries see huge levels only and others do not (one row is made for all of them): beyond
-`SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
+cuDNN's kernel). Rows at ordinary levels are left as they are, bit by bit. Where the keys of a flat row come in parts,
+in the edge or in a ring, each part is weighed by how many of its keys are at the top (`keys_at_top`). Not mended: under
+a causal mask, a window or segments a KeyBias with which some queries see huge levels only and others do not (one row is
+made for all of them): beyond `SWALLOWED` such a query counts as flat, below it its numbers are as coarse as its scores.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
-from .masks import allowed
+from .masks import allowed, row_blocks
 from .merge import SWALLOWED
 
 HUGE = 1024.0  # below it, float32 keeps 1e-4 of a log; eager attention loses as much when it adds the bias
@@ -99,7 +98,7 @@ class _Level:
             # an end that hides nothing stays a number: every rank must see the same kind of mask
             causal, since = (None if end is None else end + ahead for end in (mask.causal, mask.since))
             own = replace(mask.at(rows, slice(0, k_len)), causal=causal, since=since)
-            found.append(_Rows(count, k_len, _joined(own, count, k_len)))
+            found.append(_Rows(count, k_len, _joined(own, count, k_len, _one_row(mask))))
         return found
 
 
@@ -110,16 +109,17 @@ class _Rows(NamedTuple):
 
 
 def _one_row(mask: Mask) -> bool:
-    """Whether the float mask is the same for all queries, and nothing beside it hides keys from some of them."""
-    return (mask.dense is None or mask.dense.shape[2] == 1) and mask.since is None and mask.q_segments is None
+    """Whether the tensors of the mask are the same for all queries, whatever segments and positions hide."""
+    return mask.dense is None or mask.dense.shape[2] == 1
 
 
 def _whole(mask: Mask, rows: list[_Rows]) -> Mask:
     """The masks of all queries as one."""
-    first = replace(rows[0].mask, causal=mask.causal)
-    if len(rows) == 1 or _one_row(mask):
-        return first
-    return replace(first, dense=_cat([(r.mask.dense, r.q_len) for r in rows], 2))
+    first = rows[0].mask
+    if _one_row(mask):
+        return replace(mask, dense=first.dense, key_bias=first.key_bias)
+    dense = first.dense if len(rows) == 1 else _cat([(r.mask.dense, r.q_len) for r in rows], 2)
+    return Mask(dense, mask.key_keep, causal=mask.causal)
 
 
 def _levels(mask: Mask, rows: list[_Rows], dtype: torch.dtype) -> Levels:
@@ -160,7 +160,10 @@ def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Levels
     if bias.shape[3] == 0:  # no maximum of nothing
         return Levels(*(bias.new_full(bias.shape[:3], x) for x in (0.0, 1.0, -torch.inf)))
     whole = bias.amax(-1)
-    if mask.causal is None:
+    if mask.since is not None or mask.q_segments is not None:
+        top, at_top = _seen(bias, mask, q_len, k_len)
+        mover = _for_any(bias, whole) if bias.shape[2] == 1 else top
+    elif mask.causal is None:
         top, at_top, mover = whole, (bias == whole.unsqueeze(-1)).sum(-1), whole
     else:
         top, at_top = _reached(bias, q_len, mask.causal)
@@ -201,22 +204,43 @@ def _common(bias: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole < 0, whole, lowest.clamp_min(0.0))
 
 
-def _joined(mask: Mask, q_len: int, k_len: int) -> Mask:
+def _seen(bias: Tensor, mask: Mask, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
+    """Per query beside a window or segments: the highest bias among the keys it sees, and how many of them have it;
+    written out for a block of rows at a time."""
+    hides = replace(mask, dense=None, key_bias=None, key_keep=None)
+    tops, counts = [], []
+    # a symbol, while torch traces: nothing is computed
+    blocks = row_blocks(q_len) if type(q_len) is int else []
+    for rows in blocks or [slice(0, q_len)]:
+        places = allowed(hides.at(rows, slice(0, k_len)), rows.stop - rows.start, k_len, bias.device)
+        own = bias[:, :, rows] if bias.shape[2] > 1 else bias.expand(-1, -1, rows.stop - rows.start, -1)
+        own = own if places is None else torch.where(places, own, -torch.inf)
+        tops.append(own.amax(-1))
+        counts.append((own == tops[-1].unsqueeze(-1)).sum(-1))
+    return torch.cat(tops, 2), torch.cat(counts, 2)
+
+
+def _for_any(bias: Tensor, whole: Tensor) -> Tensor:
+    """How far one row for all queries may move without taking any of them further from 0, whichever keys they see."""
+    lowest = bias.masked_fill(bias == -torch.inf, torch.inf).amin(-1)
+    return torch.where(whole < 0, whole, lowest.clamp_min(0.0))
+
+
+def _joined(mask: Mask, q_len: int, k_len: int, one_row: bool) -> Mask:
     """A float mask beside what else hides single keys from a query, as one: only both tell what is at its top.
 
-    That is a bool mask beside a bias per key, a window, or segments; the causal end stays as it is.
+    That is a bool mask beside a bias per key, and for a mask that has rows already a window or segments; the causal end
+    stays as it is.
     """
-    bounded = mask.since is not None or mask.q_segments is not None
-    if not bounded and (mask.key_bias is None or mask.dense is None):
-        return mask
-    bias, hides = mask.bias, replace(mask, dense=None, key_bias=None, key_keep=None, causal=None)
-    assert bias is not None
-    bias = bias if bias.dim() == 4 else bias[:, None, None, :]
     if mask.key_bias is not None and mask.dense is not None:
-        bias = bias.masked_fill(~mask.dense, -torch.inf)
-    places = allowed(hides, q_len, k_len, bias.device)
-    bias = bias if places is None else torch.where(places, bias, -torch.inf)
-    return Mask(bias, mask.key_keep, causal=mask.causal)
+        dense = mask.key_bias[:, None, None, :].masked_fill(~mask.dense, -torch.inf)
+        mask = replace(mask, dense=dense, key_bias=None)
+    bounded = mask.since is not None or mask.q_segments is not None
+    if one_row or not bounded or mask.dense is None:
+        return mask
+    places = allowed(replace(mask, dense=None, key_keep=None, causal=None), q_len, k_len, mask.dense.device)
+    dense = mask.dense if places is None else torch.where(places, mask.dense, -torch.inf)
+    return Mask(dense, mask.key_keep, causal=mask.causal)
 
 
 def _as_wide_as(mask: Mask, k_len: int) -> Mask:
