@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,30 @@ if TYPE_CHECKING:
     from .parallel.context import ContextParallel, DeclaredCall
 
 
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: MaskPart | Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., softcap: float = ...,
+    return_lse: Literal[False] = ..., layout: Literal["bshd", "bhsd"] = ..., backend: str | OpPair | None = ...,
+    deterministic: bool | None = ..., parallel: ContextParallel | DeclaredCall | Literal[False] | None = ...,
+    backend_options: dict[str, object] | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: MaskPart | Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., softcap: float = ...,
+    *, return_lse: Literal[True], layout: Literal["bshd", "bhsd"] = ..., backend: str | OpPair | None = ...,
+    deterministic: bool | None = ..., parallel: ContextParallel | DeclaredCall | Literal[False] | None = ...,
+    backend_options: dict[str, object] | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: MaskPart | Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., softcap: float = ...,
+    return_lse: bool = ..., layout: Literal["bshd", "bhsd"] = ..., backend: str | OpPair | None = ...,
+    deterministic: bool | None = ..., parallel: ContextParallel | DeclaredCall | Literal[False] | None = ...,
+    backend_options: dict[str, object] | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Float[Tensor, "B Sq H D"],
     key: Float[Tensor, "B Sk Hk D"],
