@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ringtrue as rt
 from gloo import Failure, Pool
+from ringtrue.parallel import context as parallel_context
 from ringtrue.parallel.comm import TorchComm
 
 TIMEOUT = 3.0  # of a context
@@ -78,6 +79,10 @@ def another_call(cp: rt.ContextParallel, lost: bool, how: str) -> None:
             rt.attention(q, k, v, backend="native_mth" if lost else None)
         elif how == "user code":
             q = rt.attention(q, k, v)
+            if lost:
+                raise ZeroDivisionError("an empty batch")
+            rt.attention(q, k, v)
+        elif how == "nothing but user code":
             if lost:
                 raise ZeroDivisionError("an empty batch")
             rt.attention(q, k, v)
@@ -143,6 +148,28 @@ def test_an_exception_on_all_ranks_leaves_the_context_usable(pool: Pool) -> None
         assert after[0] == "nothing raised"
 
 
+def come_late(rank: int, world: int, over: Path) -> list[Told]:
+    """The others reach their next header only after rank 1 gave up waiting for them, and caught its exception."""
+    cp = context(2, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_context, "GRACE", 0.2)
+        if rank != LOST:
+            stall(over, 1)
+        found = [told(partial(another_call, cp, rank == LOST, "nothing but user code"))]
+    (over / str(rank)).touch()
+    with cp:
+        found.append(told(lambda: rt.attention(*tensors()).sum().backward()))
+    return found
+
+
+def test_an_exception_reaches_ranks_that_come_late(pool: Pool, tmp_path: Path) -> None:
+    (late, after), (own, own_after) = pool.run(come_late, 2, tmp_path)
+    assert late[0].startswith("PeerError")
+    assert "rank 1: ZeroDivisionError: an empty batch" in late[0]
+    assert own[0].startswith("ZeroDivisionError")
+    assert after[0] == own_after[0] == "nothing raised"
+
+
 def declare(rank: int, world: int, degrees: tuple[int, int], kind: str) -> Told:
     """Rank 1 holds 4 tokens; the others believe 3, and were told so by nobody."""
     lost = rank == LOST
@@ -162,6 +189,31 @@ def test_other_declared_lengths(pool: Pool, degrees: tuple[int, int], kind: str)
     else:
         check(results, "CommunicationError", "lengths that were declared must be alike on all ranks")
     assert any("bytes were to come from rank" in text for text, _ in results)
+
+
+# ---- faults in the above
+
+
+def with_a_fault(rank: int, world: int, fault: str) -> Told:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "an exception is not told":
+            patch.setattr(rt.ContextParallel, "_tell", lambda self, error: None)
+            return told(partial(another_call, context(2, 1), rank == LOST, "user code"))
+        patch.setattr(TorchComm, "_tag", lambda self, direction, peer, tag, size: tag)
+        return told(lambda: rt.attention(*tensors(3 + rank), parallel=context(2, 1, lengths="equal")))
+
+
+def test_a_rank_that_tells_nobody_is_seen(pool: Pool) -> None:
+    results = pool.run(with_a_fault, 2, "an exception is not told")
+    with pytest.raises(AssertionError):
+        check(results, *ANOTHER["user code"])
+
+
+def test_why_sizes_are_in_tags(pool: Pool) -> None:
+    """gloo by itself ends the process that is sent more than it expects."""
+    results = pool.run(with_a_fault, 2, "sizes are in no tag", check=False)
+    assert isinstance(results[0], Failure)
+    assert results[0].text == str(-signal.SIGABRT)
 
 
 # ---- a rank that stalls or is killed
