@@ -51,7 +51,8 @@ def local_of(problem: Draw, rank: int, device: torch.device | str = "cpu") -> Lo
     if mask.dense is not None:
         dense = mask.dense[:, :, rows] if mask.dense.shape[2] == x.q.shape[1] else mask.dense
         dense = bias = leaf(dense, "b") if dense.is_floating_point() else dense.to(device)
-        parts.append(rt.Dense(dense))
+        full = (x.q.shape[0], x.q.shape[2], len(rows), x.k.shape[1])
+        parts.append(rt.Dense(dense.expand(full) if problem.expanded else dense))
     if mask.key_keep is not None:
         keep = mask.key_keep[:, cols]
         parts += [] if problem.keep_or_none and bool(keep.all()) else [rt.KeyPadding(keep.to(device))]

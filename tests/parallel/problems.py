@@ -32,6 +32,7 @@ class Draw:
     replicated: bool = False
     balanced: bool = False
     keep_or_none: bool = False
+    expanded: bool = False
     wants: tuple[str, ...] = ("qkv",)
     uses: tuple[str, ...] = ("out",)
     declared: str = ""
@@ -95,7 +96,7 @@ def build(told: Recipe) -> Draw:
     problem = Draw(
         (told.ulysses, told.ring), q_own, k_own, Inputs(*(None,) * 6),  # type: ignore[arg-type]
         alignment, told.backend, told.window, told.prefix, told.replicated, told.balanced, told.key == "some",
-        told.wants, told.uses, seeds=told.seeds, recipe=told,
+        told.expanded, told.wants, told.uses, seeds=told.seeds, recipe=told,
     )  # fmt: skip
 
     def normal(*shape: int) -> Tensor:

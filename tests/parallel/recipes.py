@@ -42,7 +42,8 @@ class Recipe:
     q, k        own tokens per context rank, the prefix not counted; empty k = as q. `replicated`: k = (all keys,)
     balanced    load_balance="head_tail" (q then follow from their sum)
     key         "" | "keep" | "some" (KeyPadding, None on ranks that hide nothing) | "bias" | "keep+bias"
-    dense       "" | "bool" | "float", `dims` = which of "bhqk" the tensor mask has; `wide`: a float mask is float32
+    dense       "" | "bool" | "float", `dims` = which of "bhqk" the tensor mask has; `wide`: a float mask is float32;
+                `expanded`: it is passed in full size with strides 0
     segments    "" | "q" (k_ids=None) | "qk"
     wants       per rank (one for all), which of q, k, v and b (the float mask) require grad
     uses        per rank (one for all), what the objective looks at: "out", "lse", "both"
@@ -68,6 +69,7 @@ class Recipe:
     dense: str = ""
     dims: str = "bhqk"
     wide: bool = False
+    expanded: bool = False
     causal: str = ""
     window: tuple[int | None, int | None] = (None, None)
     segments: str = ""
@@ -186,6 +188,7 @@ def _masked(chosen: Recipe, pick: Random, claims: Claims) -> Recipe:
         causal=pick.choice(("", "", "top_left", "top_left", "bottom_right")),
         window=(left, right) if "window" in kinds and pick.random() < 0.5 else (None, None),
         segments=pick.choice(ids),
+        expanded=(chosen.dtype not in ("bfloat16", "float16") or dense == "bool") and pick.random() < 0.3,
         wide=chosen.dtype in ("bfloat16", "float16") and claims.bias_dtype != "input" and pick.random() < 0.3,
     )
 
