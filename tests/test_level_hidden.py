@@ -133,6 +133,16 @@ def test_no_mask_of_all_queries_and_keys_is_made(beside: Any) -> None:
     assert 4096 <= seen.numbers < 4096 * 4096 / 2
 
 
+@EVERY_BACKEND
+@pytest.mark.parametrize("shape", [(1, 1, 3, 1), (1, 1, 1, 1), (1, 1, 3, 0)])
+def test_no_keys_at_all(backend: str, shape: tuple[int, ...]) -> None:
+    """One column stands for however many keys there are, none too."""
+    q, k, v = (torch.randn(1, n, 1, 4) for n in (3, 0, 0))
+    for beside in (rt.Segments(torch.zeros(1, 3).long(), torch.zeros(1, 0).long()), rt.Window(1, 0), rt.Causal()):
+        out = rt.attention(q, k, v, rt.Dense(torch.zeros(shape)) & beside, backend=backend)
+        assert torch.equal(out, torch.zeros(1, 3, 1, 4))
+
+
 def test_the_same_on_a_kernel_that_takes_keys_in_tiles() -> None:
     q, k, v = (x.double() for x in qkv(5, 6, 2, 2, 8, 8))
     plain = next(b for b in HERE if b.name == "native_math").pairs["cpu"]

@@ -157,7 +157,7 @@ def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Levels
     bias = user.detach().to(dtype)  # type: ignore[union-attr]
     if mask.key_keep is not None:
         bias = bias.masked_fill(~mask.key_keep[:, None, None, :], -torch.inf)
-    if bias.shape[3] == 0:  # no maximum of nothing
+    if bias.shape[3] == 0 or k_len == 0:  # no maximum of nothing
         return Levels(*(bias.new_full(bias.shape[:3], x) for x in (0.0, 1.0, -torch.inf)))
     whole = bias.amax(-1)
     if mask.since is not None or mask.q_segments is not None:
