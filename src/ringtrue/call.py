@@ -23,7 +23,7 @@ Bounds = tuple[int | None, int | None]
 @dataclass(frozen=True, eq=False)
 class Call:
     """One validated attention call. `alignments` and `window` (its first and last key, from the query's own place) keep
-    what `mask.causal` and `mask.since` were computed from; `text` is for messages."""
+    what `mask.causal` and `mask.since` were computed from; `text` is for messages. `place` is where in compiled code it is."""
 
     q: Tensor
     k: Tensor
@@ -34,6 +34,8 @@ class Call:
     alignments: frozenset[str]
     window: Bounds
     text: object
+    grad_mode: bool = True
+    place: tuple[str, int] | None = None
 
 
 def normalise(
@@ -53,10 +55,12 @@ def normalise(
     backend_options: dict[str, object] | None = None,
     sharded: bool = False,
     asks: Asks | None = None,
+    place: tuple[str, int] | None = None,
 ) -> Call:
     """Check everything that can be checked on this rank; raise ArgumentError or UnsupportedError with the story.
 
-    `asks` says what requires grad where the tensors themselves cannot: inside an operator.
+    `asks` says what requires grad where the tensors themselves cannot: inside an operator. `place`, for an operator in
+    which ranks talk: the function that was compiled with it, and which of its calls this is.
     """
     text = Described(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
@@ -82,7 +86,9 @@ def normalise(
         return_lse=return_lse,
         extra=tuple(sorted((backend_options or {}).items(), key=lambda option: option[0])),
     )
-    return Call(q, k, v, mask, options, _facts(q, k, v, mask, options, asks), alignments, window, text)
+    facts = _facts(q, k, v, mask, options, asks)
+    grad_mode = torch.is_grad_enabled() if asks is None else asks.grad_mode
+    return Call(q, k, v, mask, options, facts, alignments, window, text, grad_mode, place)
 
 
 def random_state() -> Tensor:

@@ -8,13 +8,14 @@ tensor; results are contiguous and share no memory with anything. What torch tra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .autograd import as_it_is, refuse_lse_gradient
-from .contract import Facts, ForwardOut, Mask, OpPair, Options, accumulate_dtype
+from .contract import Facts, ForwardOut, Grads, Mask, OpPair, Options, accumulate_dtype
 from .errors import GradientError, RingtrueError, message
 
 # Which tensors forward hands to backward, and in what order: part of every call, so that a graph which torch cached on
@@ -91,16 +92,13 @@ class Operators:
 
     def __init__(self, namespace: str, resolver: Resolver) -> None:
         self.resolver = resolver
-        forward = torch.library.custom_op(f"{namespace}::attention", self._forward, mutates_args=(), schema=FORWARD)
-        backward = torch.library.custom_op(
-            f"{namespace}::attention_backward", self._backward, mutates_args=(), schema=BACKWARD
+        self.attention, self.attention_backward = register(
+            namespace,
+            "attention",
+            (FORWARD, self._forward, self._forward_shapes),
+            (BACKWARD, self._backward, backward_shapes),
+            self._gradients,
         )
-        forward.register_fake(self._forward_shapes)
-        backward.register_fake(_backward_shapes)
-        forward.register_autograd(self._gradients, setup_context=_keep)
-        backward.register_autograd(_refuse, setup_context=None)
-        ops = getattr(torch.ops, namespace)
-        self.attention, self.attention_backward = ops.attention.default, ops.attention_backward.default
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], rng: Tensor | None, plain: Plain
@@ -159,42 +157,84 @@ class Operators:
             held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
             ends = (out, lse) if pair.reads_inputs else (None, None)
             wanted = call.facts.wanted
-            *grads, dbias = pair.backward(
+            grads = pair.backward(
                 grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
             )
-        inputs = zip(grads, (call.q, call.k, call.v), wanted[:3], strict=True)
-        dq, dk, dv = (_in_layout(_promised(g, x, pair), plain.layout) if w else x.new_empty(0) for g, x, w in inputs)
-        bias = call.mask.bias
-        if bias is None or not wanted.bias:
-            return dq, dk, dv, q.new_empty(0)
-        return dq, dk, dv, _of_part(_promised(dbias, bias, pair), parts)
+        return handed_back(grads, call, pair, parts, plain)
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        plain: Plain = ctx.plain
-        q, k, v, out, lse, chosen, rng, *rest = ctx.saved_tensors
-        parts, saved = rest[: ctx.parts], rest[ctx.parts :]
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
+        plain = Plain(*ctx.values)
         if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
             grad_lse = None
-        *grads, dbias = self.attention_backward(
-            grad_out, grad_lse, q, k, v, parts, out, lse, chosen, rng, saved, *plain
-        )
-        *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
-        return (
-            *(g if w else None for g, w in zip(grads, inputs, strict=True)),
-            [dbias if bias and x.is_floating_point() else None for x in parts],
-            None,
-            *([] if x == [] else None for x in plain),  # torch wants an empty list back as one
-        )
+        tensors, parts = kept_by(ctx)
+        grads = self.attention_backward(_whole(grad_out, tensors), grad_lse, *tensors, *plain)
+        return to_inputs(grads, parts, plain, plain)
+
+
+Impl = tuple[str, Callable[..., Any], Callable[..., Any]]
+
+
+def register(
+    namespace: str,
+    name: str,
+    forward: Impl,
+    backward: Impl,
+    gradients: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> tuple[Any, Any]:
+    """The operators `name` and `name`_backward, each from (schema, function, fake kernel), tied by `gradients`."""
+    operators = []
+    for suffix, (schema, function, fake) in (("", forward), ("_backward", backward)):
+        whole = f"{namespace}::{name}{suffix}"
+        operators.append(torch.library.custom_op(whole, function, mutates_args=(), schema=schema, tags=tags))
+        operators[-1].register_fake(fake)
+    operators[0].register_autograd(gradients, setup_context=_keep)
+    operators[1].register_autograd(_refuse, setup_context=None)
+    ops = getattr(torch.ops, namespace)
+    return getattr(ops, name).default, getattr(ops, f"{name}_backward").default
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, parts, rng, *values = inputs
+    q, k, v, parts, rng, *ctx.values = inputs
     out, lse, chosen, saved = output
-    ctx.plain, ctx.parts = Plain(*values), len(parts)
+    ctx.parts = len(parts)
     ctx.save_for_backward(q, k, v, out, lse, chosen, rng, *parts, *saved)
     ctx.set_materialize_grads(False)
+
+
+def kept_by(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """What forward kept, as backward's schema orders it behind the two gradients; and the parts of the mask."""
+    q, k, v, out, lse, chosen, rng, *rest = ctx.saved_tensors
+    parts, saved = rest[: ctx.parts], rest[ctx.parts :]
+    return (q, k, v, parts, out, lse, chosen, rng, saved), parts
+
+
+def _whole(grad_out: Tensor | None, tensors: tuple[Any, ...]) -> Tensor:
+    return torch.zeros_like(tensors[4]) if grad_out is None else grad_out
+
+
+def to_inputs(
+    grads: Sequence[Tensor], parts: list[Tensor], plain: Plain, values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """What autograd wants of a backward: something for every input of the forward operator."""
+    *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
+    return (
+        *(g if w else None for g, w in zip(grads[:3], inputs, strict=True)),
+        [grads[3] if bias and x.is_floating_point() else None for x in parts],
+        None,
+        *([] if x == [] else None for x in values),  # torch wants an empty list back as one
+    )
+
+
+def handed_back(grads: Grads, call: Normalised, pair: OpPair, parts: list[Tensor], plain: Plain) -> tuple[Tensor, ...]:
+    """What a backward operator returns: gradients as the fake kernel said, empty where none is wanted."""
+    wanted = call.facts.wanted
+    inputs = zip(grads[:3], (call.q, call.k, call.v), wanted[:3], strict=True)
+    dq, dk, dv = (_in_layout(_promised(g, x, pair), plain.layout) if w else x.new_empty(0) for g, x, w in inputs)
+    bias = call.mask.bias
+    if bias is None or not wanted.bias:
+        return dq, dk, dv, call.q.new_empty(0)
+    return dq, dk, dv, _of_part(_promised(grads.dbias, bias, pair), parts)
 
 
 def _given(result: ForwardOut, chosen: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -205,7 +245,7 @@ def _given(result: ForwardOut, chosen: Tensor, training: bool) -> tuple[Tensor, 
     return out, lse, chosen, [x.contiguous() for x in result.saved]
 
 
-def _backward_shapes(
+def backward_shapes(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -219,6 +259,7 @@ def _backward_shapes(
     saved: list[Tensor],
     *values: Any,
 ) -> tuple[Tensor, ...]:
+    """The fake kernel of a backward: gradients in the caller's layout, empty where none is wanted."""
     plain = Plain(*values)
     *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
     swapped = plain.layout == "bhsd"

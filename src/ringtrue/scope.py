@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class _Mirror(threading.local):
         self.backend: str | OpPair | None = None
         self.traced = False  # whether that backend's scope was entered by compiled code itself
         self.context: object | None = None
+        self.context_traced = False  # whether that context was
 
 
 _mirror = _Mirror()
@@ -40,7 +42,8 @@ _mirror = _Mirror()
 def _reflect() -> None:
     """The mirror as the context variables are now: on leaving, too, for tasks may leave in any order."""
     contexts = _contexts.get()
-    _mirror.backend, _mirror.traced, _mirror.context = _backend.get(), False, contexts[-1] if contexts else None
+    _mirror.backend, _mirror.traced = _backend.get(), False
+    _mirror.context, _mirror.context_traced = contexts[-1] if contexts else None, False
 
 
 @contextlib.contextmanager  # a generator: torch 2.13 forgets a class's __enter__ at a graph break inside
@@ -63,6 +66,21 @@ def backend_scope(backend: str | OpPair) -> Iterator[None]:
         with contextlib.suppress(ValueError):  # a generator that is closed in another context: nothing was set there
             _backend.reset(token)
         _reflect()
+
+
+@contextlib.contextmanager
+def context_scope(context: AbstractContextManager[object]) -> Iterator[None]:
+    """`with context:`, which torch can trace, too."""
+    if torch.compiler.is_compiling():
+        before = _mirror.context, _mirror.context_traced
+        _mirror.context, _mirror.context_traced = context, True
+        try:
+            yield
+        finally:
+            _mirror.context, _mirror.context_traced = before
+        return
+    with context:
+        yield
 
 
 def enter_context(context: object) -> None:
@@ -100,9 +118,9 @@ def traced_backend() -> tuple[str | OpPair | None, bool]:
     return _mirror.backend, not _mirror.traced
 
 
-def traced_context() -> object | None:
-    """For code that torch traces: the context in scope, or None."""
-    return _mirror.context
+def traced_context() -> tuple[object | None, bool]:
+    """For code that torch traces: the context in scope, or None, and whether it comes from outside of that code."""
+    return _mirror.context, not _mirror.context_traced
 
 
 def confirm_backend(traced: str | None, call: object = "") -> None:
@@ -114,11 +132,13 @@ def confirm_backend(traced: str | None, call: object = "") -> None:
         _refuse_stranger("backend", traced, found, call)
 
 
-def confirm_no_context(call: object = "") -> None:
-    """A compiled call that found no context finds none when it runs, either."""
+def confirm_context(traced: object | None, call: object = "") -> None:
+    """A compiled call that found this context (None: none) outside of its code finds it there when it runs, too."""
+    if traced is not None and _recomputing():  # compiled into the backward graph, as its forward had it
+        return
     found = current_context(call)
-    if found is not None and not _recomputing():
-        _refuse_stranger("context", None, found, call)
+    if found is not traced and not _recomputing():
+        _refuse_stranger("context", traced, found, call)
 
 
 def _refuse_stranger(kind: str, traced: object, found: object, call: object) -> None:

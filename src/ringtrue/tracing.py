@@ -7,25 +7,35 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from . import call as calls
 from . import scope, select
 from .backends import REGISTRY
 from .checks import Asks, Checker
 from .compiled import Normalised, Operators, Plain
-from .contract import OpPair, Wanted
+from .contract import Choice, OpPair, Wanted
 from .masks import put_together, taken_apart
+from .parallel.context import find
+from .parallel.plan import Plan
+from .together import Agreed, Shared, Together
 
 
 def compilable(backend: object, parallel: object) -> bool:
-    """Whether a call can be traced: on this device alone, with a backend that has a name."""
+    """Whether a call can be traced: with a backend that has a name, on this device alone or under a context."""
     asked = scope.traced_backend()[0] if backend is None else backend
-    alone = scope.traced_context() is None if parallel is None else parallel is False
-    return alone and not isinstance(asked, OpPair)
+    return not isinstance(asked, OpPair) and (parallel is None or parallel is False or is_context(parallel))
+
+
+def is_context(parallel: object) -> bool:
+    """Whether this is a context, or a declared call of one."""
+    return not isinstance(parallel, type) and hasattr(parallel, "refusing_together")
 
 
 def run(
@@ -53,42 +63,119 @@ def run(
         alone=parallel is False,
         **said,
     )
-    return OPERATORS(q, k, v, parts, calls.random_state() if said["dropout_p"] > 0 else None, plain)
+    rng = calls.random_state() if said["dropout_p"] > 0 else None
+    context, entered = scope.traced_context() if parallel is None else (parallel, False)
+    if context is None or context is False:
+        return OPERATORS(q, k, v, parts, rng, plain)
+    return TOGETHER(q, k, v, parts, rng, plain, _shared(context, entered))
+
+
+def _shared(context: Any, entered: bool) -> Shared:
+    """A context or a declared call of one, taken apart."""
+    root, place = _place()
+    if not hasattr(context, "context"):
+        return Shared(context.key, entered, "none", False, [], root, place)
+    lengths = [context.joint_prefix, *(context.q_lengths or ()), *(context.k_lengths or ())]
+    return Shared(context.context.key, entered, context.mask, context.kv_replicated, lengths, root, place)
+
+
+@torch.compiler.assume_constant_result
+def _place() -> tuple[str, int]:
+    """Where in the code that torch compiles now a call is: the outermost function, and how many calls came before."""
+    trace = TracingContext.get()
+    _places[trace] = _places.get(trace, -1) + 1
+    outermost = trace.extract_stack()[0]
+    return f"{outermost.name} ({Path(outermost.filename).name})", _places[trace]
+
+
+_places: WeakKeyDictionary[TracingContext, int] = WeakKeyDictionary()  # attention calls so far of what is traced now
+
+
+def _declared(shared: Shared) -> Any:
+    """What `_shared` took apart."""
+    context = find(shared.context)
+    if not shared.lengths:
+        return context
+    prefix, *lengths = shared.lengths
+    q_lengths, k_lengths = (lengths[: context.size], lengths[context.size :]) if lengths else (None, None)
+    return context.call(q_lengths, k_lengths, shared.kind, prefix, shared.kv_replicated)  # type: ignore[arg-type]
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain, shared: Shared | None = None
+) -> calls.Call:
+    return calls.normalise(
+        q, k, v,
+        attn_mask=put_together(plain.mask, parts, plain.numbers),
+        dropout_p=plain.dropout_p,
+        is_causal=plain.is_causal,
+        scale=plain.scale,
+        enable_gqa=plain.enable_gqa,
+        softcap=plain.softcap,
+        return_lse=plain.return_lse,
+        layout=plain.layout,
+        deterministic=plain.deterministic,
+        backend_options=ast.literal_eval(plain.options),
+        sharded=shared is not None,
+        asks=Asks(Wanted(*plain.requires_grad), plain.grad_mode),
+        place=None if shared is None else (shared.root, shared.number),
+    )  # fmt: skip
+
+
+def _number(choice: Choice) -> int:
+    return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend)
 
 
 class _Rooms:
-    """What the operators need of the rooms above the bridge (compiled.Resolver)."""
+    """What the operators of one device need of the rooms above the bridge (compiled.Resolver)."""
 
     def normalise(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain) -> calls.Call:
-        return calls.normalise(
-            q, k, v,
-            attn_mask=put_together(plain.mask, parts, plain.numbers),
-            dropout_p=plain.dropout_p,
-            is_causal=plain.is_causal,
-            scale=plain.scale,
-            enable_gqa=plain.enable_gqa,
-            softcap=plain.softcap,
-            return_lse=plain.return_lse,
-            layout=plain.layout,
-            deterministic=plain.deterministic,
-            backend_options=ast.literal_eval(plain.options),
-            asks=Asks(Wanted(*plain.requires_grad), plain.grad_mode),
-        )  # fmt: skip
+        return _checked(q, k, v, parts, plain)
 
     def choose(self, call: Normalised, plain: Plain, traced: bool) -> tuple[int, OpPair]:
         if not traced and plain.outside:
             scope.confirm_backend(plain.asked or None, call.text)
         if not traced and not plain.alone:
-            scope.confirm_no_context(call.text)
+            scope.confirm_context(None, call.text)
         asked, facts = plain.asked or select.DEFAULT, call.facts
         if traced and asked == select.NATIVE:  # all pairs give the same shapes, and torch cannot be asked about symbols
             asked = select.AUTO
         asked = select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
         choice = select.fitting(asked, facts, call.text, traced)[0]
-        return next(i for i, b in enumerate(REGISTRY) if b.name == choice.backend), choice.pair
+        return _number(choice), choice.pair
 
     def pair(self, chosen: int, call: Normalised) -> OpPair:
         return select.composed(REGISTRY[chosen], call.facts.device)
 
 
+class _Ranks:
+    """What the operators of a context need of them (together.Ranks)."""
+
+    def agree(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain, shared: Shared) -> Agreed:
+        context = _declared(shared)
+        with context.refusing_together():
+            call = _checked(q, k, v, parts, plain, shared)
+            if plain.outside:
+                scope.confirm_backend(plain.asked or None, call.text)
+            if shared.entered:
+                scope.confirm_context(find(shared.context), call.text)
+            asked, facts = plain.asked or select.DEFAULT, context.facts(call)
+            asked = select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
+            choices = select.fitting(asked, facts, call.text)
+        planned = context.plan(call, choices)
+        return Agreed(call, planned.pair, (_number(planned.choice), *planned.plan.numbers()))
+
+    def again(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain, shared: Shared, numbers: list[int]
+    ) -> tuple[calls.Call, OpPair]:
+        call = _checked(q, k, v, parts, plain, shared)
+        backend, *agreed = numbers
+        pair = select.composed(REGISTRY[backend], call.facts.device)
+        return call, _declared(shared).replan(call, pair, agreed)
+
+    def count(self, shared: Shared) -> int:
+        return 1 + Plan.count(find(shared.context).size)
+
+
 OPERATORS = Operators("ringtrue", _Rooms())
+TOGETHER = Together("ringtrue", _Ranks())

@@ -10,6 +10,7 @@ import torch
 
 from ..contract import Choice, Mask, Wanted
 from ..errors import ArgumentError, DisagreementError, UnsupportedError, message
+from . import places
 from .header import Header
 from .plan import KEY_KINDS, Plan, balanced_lengths
 
@@ -79,7 +80,8 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "kinds": sorted(call.mask.kinds),
         "rows": None if dense is None else dense.shape[2],
         "columns": None if dense is None else dense.shape[3],
-        "grad mode": torch.is_grad_enabled(),
+        "grad mode": call.grad_mode,
+        "place": call.place,
         "wanted": [bool(w) for w in call.facts.wanted],
         "fits": [choice.backend for choice in choices],
     }
@@ -99,6 +101,7 @@ def settle(declared: DeclaredCall, call: Call, headers: Sequence[Header]) -> tup
         raise DisagreementError(text)
     wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
     check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
+    places.check([s["place"] for s in said], [any(each) for each in wants], call.text)
     plan = replace(
         _plan(declared, call),
         q_lengths=tuple(int(s["q"]) for s in said),  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -66,6 +67,10 @@ class ContextParallel:
         scope.leave_context()
         if error is not None:
             self._tell(error)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """`with cp.scope():` is `with cp:` for compiled code: torch cannot enter an object made outside of it."""
+        return scope.context_scope(self)
 
     def __repr__(self) -> str:
         degrees = f"ulysses_degree={self.config.ulysses_degree}, ring_degree={self.config.ring_degree}"

@@ -1,0 +1,50 @@
+"""What ranks of which some run compiled code must agree on besides: who comes to backward, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from ..errors import DisagreementError, message
+
+
+def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None:
+    """places  per rank where in compiled code the call is, (outermost function, number), or None for an eager one
+    wants   whether the rank wants a gradient
+
+    From headers, so that all ranks raise DisagreementError.
+    """
+    idle = [rank for rank, (place, want) in enumerate(zip(places, wants, strict=True)) if place is not None and not want]
+    if any(wants) and idle:
+        said = (f"rank {r}: {_kind(p)}, {'a' if w else 'no'} gradient" for r, (p, w) in enumerate(zip(places, wants)))
+        _fail(
+            "gradients are wanted, but compiled code without any has no backward for its peers",
+            "in compiled code a gradient on every rank, or on none",
+            "; ".join(said),
+            "require a gradient of an input on every rank",
+            call,
+        )
+    numbers: dict[str, dict[int, list[int]]] = {}
+    for rank, place in enumerate(places):
+        if place is not None:
+            root, number = cast("tuple[str, int]", place)
+            numbers.setdefault(root, {}).setdefault(number, []).append(rank)
+    for root, found in numbers.items():
+        if len(found) > 1:
+            said = (f"rank {rank}: call {number}" for number, ranks in found.items() for rank in ranks)
+            _fail(
+                f"torch.compile ordered the attention calls of {root} in another way on another rank",
+                "one order on all ranks",
+                "; ".join(sorted(said)),
+                "make each call depend on the one before, or run this part without torch.compile",
+                call,
+            )
+
+
+def _kind(place: object) -> str:
+    return "eager" if place is None else "compiled"
+
+
+def _fail(problem: str, limit: str, value: str, remedy: str, call: object) -> None:
+    text = message(f"ranks disagree about this attention: {problem}", call=call, limit=limit, value=value, remedy=remedy)
+    raise DisagreementError(text)
