@@ -23,7 +23,8 @@ Bounds = tuple[int | None, int | None]
 @dataclass(frozen=True, eq=False)
 class Call:
     """One validated attention call. `alignments` and `window` (its first and last key, from the query's own place) keep
-    what `mask.causal` and `mask.since` were computed from; `text` is for messages. `place` is where in compiled code it is."""
+    what `mask.causal` and `mask.since` were computed from; `text` is for messages; `place` is where in compiled
+    code it is."""
 
     q: Tensor
     k: Tensor

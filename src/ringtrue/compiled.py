@@ -157,9 +157,7 @@ class Operators:
             held = (call.q, call.k, call.v) if pair.reads_inputs else (None, None, None)
             ends = (out, lse) if pair.reads_inputs else (None, None)
             wanted = call.facts.wanted
-            grads = pair.backward(
-                grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted
-            )
+            grads = pair.backward(grad_out, grad_lse, *held, call.mask, *ends, rng, tuple(saved), call.options, wanted)
         return handed_back(grads, call, pair, parts, plain)
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -213,9 +211,7 @@ def _whole(grad_out: Tensor | None, tensors: tuple[Any, ...]) -> Tensor:
     return torch.zeros_like(tensors[4]) if grad_out is None else grad_out
 
 
-def to_inputs(
-    grads: Sequence[Tensor], parts: list[Tensor], plain: Plain, values: Sequence[Any]
-) -> tuple[Any, ...]:
+def to_inputs(grads: Sequence[Tensor], parts: list[Tensor], plain: Plain, values: Sequence[Any]) -> tuple[Any, ...]:
     """What autograd wants of a backward: something for every input of the forward operator."""
     *inputs, bias = (plain.grad_mode and x for x in plain.requires_grad)
     return (

@@ -51,9 +51,7 @@ class Agreed(NamedTuple):
 class Ranks(Protocol):
     """What the operators need of the rooms above them."""
 
-    def agree(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain, shared: Shared
-    ) -> Agreed:
+    def agree(self, q: Tensor, k: Tensor, v: Tensor, parts: list[Tensor], plain: Plain, shared: Shared) -> Agreed:
         """What all ranks agree on; raises like an eager call, on all of them."""
 
     def again(

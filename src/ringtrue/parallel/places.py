@@ -14,7 +14,9 @@ def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None
 
     From headers, so that all ranks raise DisagreementError.
     """
-    idle = [rank for rank, (place, want) in enumerate(zip(places, wants, strict=True)) if place is not None and not want]
+    idle = [
+        rank for rank, (place, want) in enumerate(zip(places, wants, strict=True)) if place is not None and not want
+    ]
     if any(wants) and idle:
         said = (f"rank {r}: {_kind(p)}, {'a' if w else 'no'} gradient" for r, (p, w) in enumerate(zip(places, wants)))
         _fail(
@@ -46,5 +48,7 @@ def _kind(place: object) -> str:
 
 
 def _fail(problem: str, limit: str, value: str, remedy: str, call: object) -> None:
-    text = message(f"ranks disagree about this attention: {problem}", call=call, limit=limit, value=value, remedy=remedy)
+    text = message(
+        f"ranks disagree about this attention: {problem}", call=call, limit=limit, value=value, remedy=remedy
+    )
     raise DisagreementError(text)

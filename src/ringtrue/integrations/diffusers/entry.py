@@ -14,7 +14,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import ringtrue as rt
@@ -128,14 +127,6 @@ def attend(
         assert isinstance(out, Tensor)
         return out
     passed = _checked(passed, attn_mask, is_causal, _parallel_config)
-    return _attend_together(query, key, value, passed, backend, arguments)
-
-
-@torch.compiler.disable(reason="ringtrue: ranks exchange in this attention call, do not use fullgraph=True")
-def _attend_together(
-    query: Tensor, key: Tensor, value: Tensor, passed: Passed, backend: Any, arguments: dict[str, Any]
-) -> Tensor:
-    """A call under the context of its forward. Eager also in compiled blocks, and all that it calls."""
     out = rt.attention(query, key, value, attn_mask=passed.keys, backend=backend, parallel=passed.call, **arguments)
     assert isinstance(out, Tensor)
     return out
