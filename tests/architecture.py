@@ -29,7 +29,7 @@ CORE = frozenset(
         "native",
     }
 )
-CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "tracing"}
+CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "together", "tracing"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
@@ -53,9 +53,13 @@ ARROWS: dict[str, frozenset[str]] = {
     "native": frozenset({"contract"}),
     "select": frozenset({"backends", "contract", "edge", "errors", "faults", "native"}),
     "prepared": frozenset({"checks", "contract"}),
-    "tracing": frozenset({"backends", "call", "checks", "compiled", "contract", "masks", "scope", "select"}),
+    "together": frozenset({"autograd", "compiled", "contract", "errors", "parallel"}),
+    "tracing": frozenset(
+        {"backends", "call", "checks", "compiled", "contract", "masks", "parallel", "scope", "select", "together"}
+    ),
     "backends": frozenset({"contract", "errors", "masks", "optional"}),
-    "parallel": CORE - {"api", "backends", "edge", "faults", "native", "parallel", "prepared", "select", "tracing"},
+    "parallel": CORE
+    - {"api", "backends", "edge", "faults", "native", "parallel", "prepared", "select", "together", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "integrations"}),

@@ -1,4 +1,4 @@
-"""A compiled Flux: right numbers and gradients on one device, and under a context eager attention or a clear error."""
+"""A compiled Flux: right numbers and gradients on one device, and under a context whole compiled blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_training import spy
 from tiny_flux import Step, build, error, inputs, ragged, step, together, with_mask
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringtrue as rt
 from gloo import Pool
@@ -125,13 +126,15 @@ def test_a_model_that_is_collected_while_another_compiles() -> None:
 
 
 def on_process(rank: int, world: int) -> list[Step]:
-    """Ulysses with compiled blocks, a ring with a compiled model; each twice, the second time from compiled code."""
+    """Ulysses with whole compiled blocks, a ring with a compiled model; each twice, the second time from the cache."""
     results = []
     for degrees, model in (((2, 1), shallow()), ((1, 2), shallow(double=0))):
         torch._dynamo.reset()
         cp = ours.parallelize(model, rt.ContextParallelConfig(*degrees))
-        compiling = model.compile_repeated_blocks if degrees == (2, 1) else model.compile
-        compiling(backend="eager")
+        if degrees == (2, 1):
+            model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        else:
+            model.compile(backend="eager")
         results += [copy.deepcopy(again(model, masked(7, 5, model), cp)) for _ in range(2)]
     return results
 
@@ -143,20 +146,38 @@ def test_under_a_context(pool: Pool) -> None:
         assert error(together(list(steps)), expected) < 1e-12
 
 
-def whole_graph(rank: int, world: int) -> list[str]:
-    said = []
-    for blocks in (True, False):
-        torch._dynamo.reset()
-        model = shallow()
-        ours.parallelize(model, rt.ContextParallelConfig(ulysses_degree=2))
-        (model.compile_repeated_blocks if blocks else model.compile)(backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-            model(**inputs(7, 5))
-        said.append(str(caught.value))
-    return said
+def other_lengths(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """Graphs of a block after each of several forwards, and the operators in them, with checkpoints and a ring."""
+    torch._dynamo.reset()
+    model = shallow(double=0)
+    cp = ours.parallelize(model, rt.ContextParallelConfig(ring_degree=2))
+    model.enable_gradient_checkpointing()
+    counter, found = CompileCounterWithBackend("aot_eager"), []
+    model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    for image, text in ((7, 5), (9, 4), (12, 6), (8, 8)):
+        again(model, masked(image, text, model), cp)
+        found.append(counter.frame_count)
+    operators = [sum("attention_together" in str(n.target) for n in graph.graph.nodes) for graph in counter.graphs]
+    return found, operators
+
+
+def test_other_lengths_compile_once_more(pool: Pool) -> None:
+    for graphs, operators in pool.run(other_lengths, 2, timeout=300):
+        assert graphs[0] == 1
+        assert graphs[-1] == graphs[-2] <= 3
+        assert set(operators) == {1}
+
+
+def whole_graph(rank: int, world: int) -> str:
+    model = shallow()
+    ours.parallelize(model, rt.ContextParallelConfig(ulysses_degree=2))
+    model.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        model(**inputs(7, 5))
+    return str(caught.value)
 
 
 def test_a_whole_graph_is_refused_under_a_context(pool: Pool) -> None:
-    for text in (text for said in pool.run(whole_graph, 2, timeout=300) for text in said):
-        assert "ranks exchange in this" in text
+    for text in pool.run(whole_graph, 2, timeout=300):
+        assert "ranks exchange in this hook" in text
         assert "do not use fullgraph=True" in text

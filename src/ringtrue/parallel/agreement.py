@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..contract import Choice, Mask, Wanted
 from ..errors import ArgumentError, DisagreementError, UnsupportedError, message
 from . import places

@@ -14,11 +14,9 @@ def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None
 
     From headers, so that all ranks raise DisagreementError.
     """
-    idle = [
-        rank for rank, (place, want) in enumerate(zip(places, wants, strict=True)) if place is not None and not want
-    ]
-    if any(wants) and idle:
-        said = (f"rank {r}: {_kind(p)}, {'a' if w else 'no'} gradient" for r, (p, w) in enumerate(zip(places, wants)))
+    each = list(zip(places, wants, strict=True))
+    if any(wants) and any(place is not None and not want for place, want in each):
+        said = [f"rank {r}: {_kind(p)}, {'a' if want else 'no'} gradient" for r, (p, want) in enumerate(each)]
         _fail(
             "gradients are wanted, but compiled code without any has no backward for its peers",
             "in compiled code a gradient on every rank, or on none",
@@ -33,7 +31,7 @@ def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None
             numbers.setdefault(root, {}).setdefault(number, []).append(rank)
     for root, found in numbers.items():
         if len(found) > 1:
-            said = (f"rank {rank}: call {number}" for number, ranks in found.items() for rank in ranks)
+            said = [f"rank {rank}: call {number}" for number, ranks in found.items() for rank in ranks]
             _fail(
                 f"torch.compile ordered the attention calls of {root} in another way on another rank",
                 "one order on all ranks",
