@@ -75,8 +75,9 @@ def _shared(context: Any, entered: bool) -> Shared:
     root, place = _place()
     if not hasattr(context, "context"):
         return Shared(context.key, entered, "none", False, [], root, place)
-    lengths = [context.joint_prefix, *(context.q_lengths or ()), *(context.k_lengths or ())]
-    return Shared(context.context.key, entered, context.mask, context.kv_replicated, lengths, root, place)
+    said = context.said
+    lengths = [said.joint_prefix, *(said.q_lengths or ()), *(said.k_lengths or ())]
+    return Shared(context.context.key, entered, said.mask, said.kv_replicated, lengths, root, place)
 
 
 @torch.compiler.assume_constant_result

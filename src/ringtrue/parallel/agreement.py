@@ -8,29 +8,20 @@ from typing import TYPE_CHECKING
 
 from ..contract import Choice, Mask, Wanted
 from ..errors import ArgumentError, DisagreementError, UnsupportedError, message
-from . import places
+from . import traced
+from .config import ContextParallelConfig
+from .declaration import KINDS, Declaration
 from .header import Header
 from .plan import KEY_KINDS, Plan, balanced_lengths
 
 if TYPE_CHECKING:
     from ..call import Call
-    from .declared import DeclaredCall
-
-# mask kinds of a declared call -> kinds of Mask
-DECLARED: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "key_bool": frozenset({"key_keep"}),
-    "key_float": frozenset({"key_bias"}),
-    "rows_bool": frozenset({"dense_bool"}),
-    "rows_float": frozenset({"dense_float"}),
-    "segments": frozenset({"segments"}),
-}
 
 # in how many rounds heads go under Ulysses: where transfers run beside kernels, more than one hides them
 ROUNDS = {"cuda": 2}
 
 
-def same(call: Call, choices: Sequence[Choice], declared: DeclaredCall) -> dict[str, object]:
+def same(config: ContextParallelConfig, said: Declaration, call: Call, choices: Sequence[Choice]) -> dict[str, object]:
     """What must be equal on all ranks."""
     facts, options = call.facts, call.options
     return {
@@ -51,9 +42,9 @@ def same(call: Call, choices: Sequence[Choice], declared: DeclaredCall) -> dict[
         "backend options": [[k, repr(v)] for k, v in options.extra],
         "mask": _form(call.mask),
         "backend": choices[0].asked,
-        "joint_prefix": declared.joint_prefix,
-        "kv_replicated": declared.kv_replicated,
-        "load_balance": declared.context.config.load_balance,
+        "joint_prefix": said.joint_prefix,
+        "kv_replicated": said.kv_replicated,
+        "load_balance": config.load_balance,
     }
 
 
@@ -85,7 +76,9 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
     }
 
 
-def settle(declared: DeclaredCall, call: Call, headers: Sequence[Header]) -> tuple[Plan, str]:
+def settle(
+    config: ContextParallelConfig, rank: int, declared: Declaration, call: Call, headers: Sequence[Header]
+) -> tuple[Plan, str]:
     """The plan all ranks reach from the same headers, and the backend: the first that fits everywhere."""
     said = [header.own for header in headers]
     kinds = [frozenset(map(str, s["kinds"])) for s in said]  # type: ignore[call-overload]
@@ -99,9 +92,9 @@ def settle(declared: DeclaredCall, call: Call, headers: Sequence[Header]) -> tup
         raise DisagreementError(text)
     wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
     check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
-    places.check([s["place"] for s in said], [any(each) for each in wants], call.text)
+    traced.check([s["place"] for s in said], [any(each) for each in wants], call.text)
     plan = replace(
-        _plan(declared, call),
+        _plan(config, rank, declared, call),
         q_lengths=tuple(int(s["q"]) for s in said),  # type: ignore[call-overload]
         k_lengths=tuple(int(s["k"]) for s in said),  # type: ignore[call-overload]
         key_kinds=_key_kinds(frozenset().union(*kinds)),
@@ -113,16 +106,16 @@ def settle(declared: DeclaredCall, call: Call, headers: Sequence[Header]) -> tup
     return plan, common[0]
 
 
-def _plan(declared: DeclaredCall, call: Call) -> Plan:
+def _plan(config: ContextParallelConfig, rank: int, declared: Declaration, call: Call) -> Plan:
     """What this rank knows by itself."""
-    context, facts = declared.context, call.facts
+    facts = call.facts
     return Plan(
-        rank=context.rank,
-        config=context.config,
+        rank=rank,
+        config=config,
         heads=facts.heads,
         kv_heads=facts.kv_heads,
-        q_lengths=(facts.q_len,) * context.size,
-        k_lengths=(facts.k_len,) * context.size,
+        q_lengths=(facts.q_len,) * config.size,
+        k_lengths=(facts.k_len,) * config.size,
         joint_prefix=declared.joint_prefix,
         kv_replicated=declared.kv_replicated,
         alignments=call.alignments,
@@ -137,13 +130,13 @@ def _key_kinds(kinds: frozenset[str]) -> frozenset[str]:
     return frozenset(name for kind, name in names.items() if kind in kinds)
 
 
-def again(declared: DeclaredCall, call: Call, numbers: Sequence[int]) -> Plan:
+def again(config: ContextParallelConfig, rank: int, declared: Declaration, call: Call, numbers: Sequence[int]) -> Plan:
     """The plan of a call that was agreed on before, from its `numbers`."""
-    size, left = declared.context.size, list(numbers)
+    size, left = config.size, list(numbers)
     q_lengths, k_lengths, left = left[:size], left[size : 2 * size], left[2 * size :]
     mask_rows, kinds, wanted = left[0], left[1 : 1 + len(KEY_KINDS)], left[1 + len(KEY_KINDS) :]
     return replace(
-        _plan(declared, call),
+        _plan(config, rank, declared, call),
         q_lengths=tuple(q_lengths),
         k_lengths=tuple(k_lengths),
         key_kinds=frozenset(name for name, there in zip(KEY_KINDS, kinds, strict=True) if there),
@@ -173,9 +166,9 @@ def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
     return any(rows != 1 for _, rows in ranks) or (bool(ranks) and all(queries <= 1 for queries, _ in ranks))
 
 
-def settled_alone(declared: DeclaredCall, call: Call) -> Plan:
+def settled_alone(config: ContextParallelConfig, rank: int, declared: Declaration, call: Call) -> Plan:
     """The plan of a call that exchanges nothing; what this rank passed is checked against what was declared."""
-    expected, kinds, kind = DECLARED[declared.mask], call.mask.kinds - {"window"}, declared.mask
+    expected, kinds, kind = KINDS[declared.mask], call.mask.kinds - {"window"}, declared.mask
     if kinds != expected and not (kind == "key_bool" and not kinds):  # None under "key_bool" keeps all keys
         _fail(
             call,
@@ -184,7 +177,7 @@ def settled_alone(declared: DeclaredCall, call: Call) -> Plan:
             ", ".join(sorted(kinds)) or "none",
             "cp.call(mask=...)",
         )
-    mine, plan = (call.facts.q_len, call.facts.k_len), _plan(declared, call)
+    mine, plan = (call.facts.q_len, call.facts.k_len), _plan(config, rank, declared, call)
     q_lengths, k_lengths = declared.q_lengths or plan.q_lengths, declared.k_lengths or plan.k_lengths
     if mine != (q_lengths[plan.rank], k_lengths[plan.rank]):
         _fail(

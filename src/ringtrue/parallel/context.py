@@ -7,7 +7,8 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from ..errors import ArgumentError, ParallelError, message
 from . import agreement
 from .comm import Connectable, connect, default_group
 from .config import ContextParallelConfig
-from .declared import DeclaredCall, MaskKind, Planned, declare
+from .declaration import NOTHING, Declaration, MaskKind, declare
 from .header import Header, agree, tell
 from .layout import Layout, cuts, positions
-from .plan import balanced_lengths, layout_of
+from .plan import Plan, balanced_lengths, layout_of
 from .shard import Gather, own_piece, shard
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class ContextParallel:
         kv_replicated         k and v (and key masks) are whole on every rank: nothing is sent; their gradients are
                               Partial("sum"). k_lengths is then their whole length, for every rank.
         """
-        return declare(self, q_lengths, k_lengths, mask, joint_prefix, kv_replicated)
+        return DeclaredCall(self, declare(self.config, q_lengths, k_lengths, mask, joint_prefix, kv_replicated))
 
     @torch.compiler.disable
     def agree(
@@ -251,6 +252,58 @@ def _known_to_peers(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class Planned(NamedTuple):
+    """What the ranks agreed on: the composed pair, of which backend, and whether peers need this rank's backward."""
+
+    pair: OpPair
+    choice: Choice
+    anchored: bool
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class DeclaredCall:
+    """A context with what was declared of one call."""
+
+    context: ContextParallel
+    said: Declaration = NOTHING
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is exchanged before the call."""
+        return self.said.q_lengths is not None or self.context.config.lengths == "equal"
+
+    def facts(self, call: Call) -> Facts:
+        """The facts as a kernel meets them."""
+        context = self.context
+        ring = context.config.ring_degree > 1 and not self.said.kv_replicated
+        return replace(call.facts, needs_lse=call.facts.needs_lse or context.size > 1, from_lse=ring)
+
+    @contextlib.contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """As the context's; where nothing is exchanged a refusal stays on its rank."""
+        with contextlib.nullcontext() if self.silent else self.context.refusing_together():
+            yield
+
+    def plan(self, call: Call, choices: tuple[Choice, ...]) -> Planned:
+        """Agree with the other ranks, or check this rank's part against what was declared."""
+        context, config, rank = self.context, self.context.config, self.context.rank
+        if self.silent:
+            plan, choice = agreement.settled_alone(config, rank, self.said, call), choices[0]
+        else:
+            same, own = agreement.same(config, self.said, call, choices), agreement.own(call, choices)
+            plan, backend = agreement.settle(config, rank, self.said, call, context.agree("attention", same, own))
+            choice = next(choice for choice in choices if choice.backend == backend)
+        anchored = any(plan.wanted) and not any(call.facts.wanted)
+        return Planned(plan.compose(context.groups, choice.pair), choice, anchored, plan)
+
+    def replan(self, call: Call, pair: OpPair, numbers: Sequence[int]) -> OpPair:
+        """The composition of a call that was planned before; talks to nobody."""
+        context = self.context
+        plan = agreement.again(context.config, context.rank, self.said, call, numbers)
+        return plan.compose(context.groups, pair)
 
 
 def find(key: str) -> ContextParallel:
