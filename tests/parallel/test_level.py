@@ -13,6 +13,7 @@ from ringtrue import level
 from ringtrue.audit.inputs import Inputs
 from ringtrue.audit.judge import judged
 from ringtrue.contract import Mask, Options, Wanted
+from ringtrue.parallel import ring
 
 LENGTHS = (4, 3, 5, 2)
 NAMES = [s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
@@ -56,12 +57,19 @@ def test_huge_rows_are_ordinary_rows(backend: str, fill: float, degrees: tuple[i
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("degrees", [(1, 1), (4, 1)], ids=["alone", "ulysses"])
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 1), (1, 4), (2, 2)], ids=["alone", "ulysses", "ring", "both"])
 def test_rows_at_the_lowest_number(backend: str, degrees: tuple[int, int]) -> None:
-    """The answer is the mean of the values, and its gradient; a ring cannot tell how many keys its steps had."""
+    """The answer is the mean of the values, and its gradient, also where a ring's steps have some of the keys each."""
     for kind in ("dense", "key"):
         for causal in (False, True):
             assert not failures(LOWEST, kind, torch.float32, degrees, causal, backend)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_steps_that_do_not_count_their_keys_are_caught(backend: str) -> None:
+    """Equal log-sum-exps of three and of five keys at the lowest number weigh alike then."""
+    with patch.object(ring, "keys_at_top", lambda *_: None):
+        assert failures(LOWEST, "dense", torch.float32, (1, 4), False, backend)
 
 
 @pytest.mark.parametrize("backend", NAMES)
