@@ -49,8 +49,7 @@ def local_of(problem: Draw, rank: int, device: torch.device | str = "cpu") -> Lo
     parts: list[Any] = []
     bias = None
     if mask.dense is not None:
-        some = rows if len(rows) else slice(0, 0)  # nothing, taken by an index, has strides 0 as if it were expanded
-        dense = mask.dense[:, :, some] if mask.dense.shape[2] == x.q.shape[1] else mask.dense
+        dense = mask.dense[:, :, rows] if mask.dense.shape[2] == x.q.shape[1] else mask.dense
         dense = bias = leaf(dense, "b") if dense.is_floating_point() else dense.to(device)
         full = (x.q.shape[0], x.q.shape[2], len(rows), x.k.shape[1])
         parts.append(rt.Dense(dense.expand(full) if problem.expanded else dense))

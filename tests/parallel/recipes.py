@@ -211,9 +211,7 @@ def _asked(chosen: Recipe, pick: Random, claims: Claims, like_everywhere: bool) 
     looks = ("out", "both", "both", "lse") if chosen.lse and claims.dlse else ("out",)
     uses = (pick.choice(looks),) if alike else tuple(pick.choice(looks) for _ in range(size))
     seeds = "same" if declared and chosen.prefix else chosen.seeds  # nobody could tell the others
-    # an expanded mask is narrowed where it wants no gradient, and then has other dims than where it does
-    expanded = chosen.expanded and len({"b" in some for some in wants}) == 1
-    return _with(chosen, wants=wants, uses=uses, declared=declared, seeds=seeds, expanded=expanded)
+    return _with(chosen, wants=wants, uses=uses, declared=declared, seeds=seeds)
 
 
 def _with(chosen: Recipe, **changes: object) -> Recipe:

@@ -62,6 +62,32 @@ def test_an_expanded_row_is_this_ranks_row(
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ulysses", "ring"])
+@pytest.mark.parametrize("wanting", [(0,), (1,), (0, 1)], ids=str)
+def test_an_expanded_mask_beside_a_full_one_is_the_same_mask(
+    degrees: tuple[int, int], wanting: tuple[int, ...]
+) -> None:
+    """Where it is expanded it is one row in memory, and stays so unless its places have gradients of their own."""
+    q, k, v = qkv()
+    row = torch.linspace(-1, 1, TOKENS, dtype=q.dtype)
+    expected = rt.attention(q, k, v, row.expand(TOKENS, TOKENS), backend="native_math")
+
+    def rank(mesh: Rank) -> tuple[Tensor, tuple[int, ...] | None]:
+        cp = context(mesh, *degrees)
+        mine = part(cp.rank)
+        rows = row.expand(2, 3, mine.stop - mine.start, TOKENS)
+        rows = rows if cp.rank == 0 else rows.contiguous()
+        rows = rows.detach().requires_grad_(cp.rank in wanting)
+        out = rt.attention(q[:, mine], k[:, mine], v[:, mine], rows, parallel=cp, backend="native_math")
+        out.sum().backward()
+        return out.detach(), None if rows.grad is None else tuple(rows.grad.shape)
+
+    results = World(2).run(rank)
+    torch.testing.assert_close(torch.cat([out for out, _ in results], 1), expected)
+    for i, (out, grad) in enumerate(results):
+        assert grad == ((2, 3, out.shape[1], TOKENS) if i in wanting else None)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ulysses", "ring"])
 def test_no_grad_on_one_rank_makes_all_raise(degrees: tuple[int, int]) -> None:
     """Its backward would never come, and the others would wait for it."""
 
@@ -122,14 +148,24 @@ def test_a_mask_sharded_like_its_keys_is_sent_to_key_padding() -> None:
             assert told in str(error)
 
 
-def test_columns_on_one_rank_only_are_a_difference() -> None:
-    def rank(mesh: Rank) -> None:
-        cp = context(mesh, 2, 1)
-        q, k, v = (x[:, part(cp.rank)] for x in qkv())
-        columns = TOKENS if cp.rank else 1
-        rt.attention(q, k, v, torch.ones(LENGTHS[cp.rank], columns, dtype=torch.bool), parallel=cp)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_one_column_on_one_rank_stands_for_all_keys(dtype: torch.dtype) -> None:
+    """Its rows are alike for every key; another rank's may not be."""
+    q, k, v = qkv()
+    visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    visible[LENGTHS[0] :, 3] = visible[1] = False
+    mask = visible if dtype == torch.bool else torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, -torch.inf)
+    expected = rt.attention(q, k, v, mask, backend="native_math")
 
-    assert all(isinstance(error, rt.DisagreementError) for error in everywhere(rank))
+    def rank(mesh: Rank) -> Tensor:
+        cp = context(mesh, 2, 1)
+        mine = part(cp.rank)
+        rows = mask[mine] if cp.rank else mask[mine, :1]
+        out = rt.attention(q[:, mine], k[:, mine], v[:, mine], rows, parallel=cp, backend="native_math")
+        assert isinstance(out, Tensor)
+        return out
+
+    torch.testing.assert_close(torch.cat(World(2).run(rank), 1), expected)
 
 
 def test_explain_knows_the_context() -> None:

@@ -153,19 +153,6 @@ def test_mask_in_the_wrong_form() -> None:
         assert "sharded like the keys" in text
 
 
-def test_an_expanded_mask_beside_a_full_one_is_named_as_that() -> None:
-    def body(mesh: Rank) -> str:
-        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 2, mesh=mesh))
-        q, mask = torch.randn(2, 3, 2, 8), torch.zeros(1, 1, 3, 6).expand(2, 2, 3, 6)
-        with pytest.raises(rt.DisagreementError) as caught:
-            rt.attention(q, q, q, mask if cp.rank == 0 else mask.contiguous(), parallel=cp)
-        return str(caught.value)
-
-    for text in World(2).run(body):
-        assert "batch 1, heads 1; an expanded dim counts as 1" in text
-        assert "batch 2, heads 2" in text
-
-
 def test_degrees_that_do_not_fit() -> None:
     def body(mesh: Rank) -> str:
         with pytest.raises(rt.ArgumentError) as caught:

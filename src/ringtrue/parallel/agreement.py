@@ -55,8 +55,7 @@ def _form(mask: Mask) -> str:
     if ids is not None and mask.q_segments is not None:
         parts.append(f"Segments {_short(mask.q_segments.dtype)} {_short(ids.dtype)}")
     if dense is not None:
-        batch, heads, _, _ = dense.shape
-        parts.append(f"tensor {_short(dense.dtype)} (batch {batch}, heads {heads}; an expanded dim counts as 1)")
+        parts.append(f"tensor {_short(dense.dtype)}")
     return " and ".join(parts) or "none, or KeyPadding"
 
 
@@ -67,8 +66,7 @@ def own(call: Call, choices: Sequence[Choice]) -> dict[str, object]:
         "q": call.facts.q_len,
         "k": call.facts.k_len,
         "kinds": sorted(call.mask.kinds),
-        "rows": None if dense is None else dense.shape[2],
-        "columns": None if dense is None else dense.shape[3],
+        "tensor mask": None if dense is None else list(dense.shape),
         "grad mode": call.grad_mode,
         "place": call.place,
         "wanted": [bool(w) for w in call.facts.wanted],
@@ -93,16 +91,20 @@ def settle(
     wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
     check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
     traced.check([s["place"] for s in said], [any(each) for each in wants], call.text)
+    q_lengths, k_lengths = (tuple(int(s[side]) for s in said) for side in ("q", "k"))  # type: ignore[call-overload]
+    shapes: list[list[int] | None] = [s["tensor mask"] for s in said]  # type: ignore[misc]
+    rows = [(length, shape[2]) for length, shape in zip(q_lengths, shapes, strict=True) if shape is not None]
     plan = replace(
         _plan(config, rank, declared, call),
-        q_lengths=tuple(int(s["q"]) for s in said),  # type: ignore[call-overload]
-        k_lengths=tuple(int(s["k"]) for s in said),  # type: ignore[call-overload]
+        q_lengths=q_lengths,
+        k_lengths=k_lengths,
         key_kinds=_key_kinds(frozenset().union(*kinds)),
-        mask_rows=_mask_rows([(int(s["q"]), int(s["rows"])) for s in said if s["rows"] is not None]),  # type: ignore[call-overload]
+        mask_rows=_mask_rows(rows),
+        mask_shape=_mask_shape([shape for shape in shapes if shape is not None]),
         wanted=Wanted(*(any(each) for each in zip(*wants, strict=True))),
     )
     _check_lengths(call, plan)
-    _check_columns(call, plan, [int(s["columns"]) for s in said if s["columns"] is not None])  # type: ignore[call-overload]
+    _check_columns(call, plan, [shape[3] for shape in shapes if shape is not None])
     return plan, common[0]
 
 
@@ -134,13 +136,15 @@ def again(config: ContextParallelConfig, rank: int, declared: Declaration, call:
     """The plan of a call that was agreed on before, from its `numbers`."""
     size, left = config.size, list(numbers)
     q_lengths, k_lengths, left = left[:size], left[size : 2 * size], left[2 * size :]
-    mask_rows, kinds, wanted = left[0], left[1 : 1 + len(KEY_KINDS)], left[1 + len(KEY_KINDS) :]
+    (mask_rows, *mask_shape), left = left[:4], left[4:]
+    kinds, wanted = left[: len(KEY_KINDS)], left[len(KEY_KINDS) :]
     return replace(
         _plan(config, rank, declared, call),
         q_lengths=tuple(q_lengths),
         k_lengths=tuple(k_lengths),
         key_kinds=frozenset(name for name, there in zip(KEY_KINDS, kinds, strict=True) if there),
         mask_rows=bool(mask_rows),
+        mask_shape=tuple(mask_shape),  # type: ignore[arg-type]
         wanted=Wanted(*map(bool, wanted)),
     )
 
@@ -166,6 +170,12 @@ def _mask_rows(ranks: Sequence[tuple[int, int]]) -> bool:
     return any(rows != 1 for _, rows in ranks) or (bool(ranks) and all(queries <= 1 for queries, _ in ranks))
 
 
+def _mask_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """Batch, heads and columns of a tensor mask on all ranks: one that is expanded there may be broadcast here."""
+    sizes = ([shape[axis] for shape in shapes] for axis in (0, 1, 3))
+    return tuple(0 if 0 in found else max(found, default=1) for found in sizes)  # type: ignore[return-value]
+
+
 def settled_alone(config: ContextParallelConfig, rank: int, declared: Declaration, call: Call) -> Plan:
     """The plan of a call that exchanges nothing; what this rank passed is checked against what was declared."""
     expected, kinds, kind = KINDS[declared.mask], call.mask.kinds - {"window"}, declared.mask
@@ -187,10 +197,16 @@ def settled_alone(config: ContextParallelConfig, rank: int, declared: Declaratio
             f"q {mine[0]}, k {mine[1]}",
             "declare every rank's lengths in rank order",
         )
-    key_kinds, rows = _key_kinds(expected), declared.mask.startswith("rows")
-    plan = replace(plan, q_lengths=q_lengths, k_lengths=k_lengths, key_kinds=key_kinds, mask_rows=rows)
+    dense, rows = call.mask.dense, declared.mask.startswith("rows")
+    plan = replace(
+        plan,
+        q_lengths=q_lengths,
+        k_lengths=k_lengths,
+        key_kinds=_key_kinds(expected),
+        mask_rows=rows,
+        mask_shape=_mask_shape([] if dense is None else [dense.shape]),
+    )
     _check_lengths(call, plan)
-    dense = call.mask.dense
     _check_columns(call, plan, [] if dense is None else [dense.shape[3]])
     return plan
 
@@ -245,9 +261,6 @@ def _check_columns(call: Call, plan: Plan, columns: Sequence[int]) -> None:
             f"{columns[0]} columns" if len(set(columns)) == 1 else f"columns per rank {list(columns)}",
             "for a key mask that is sharded like the keys pass KeyPadding(bool (B, Sk_local)) or KeyBias",
         )
-    if len(set(columns)) > 1:
-        text = message("ranks disagree about the columns of this mask", call=call.text, value=list(columns))
-        raise DisagreementError(text)
 
 
 def _fail(call: Call, problem: str, limit: str, value: str, remedy: str) -> None:

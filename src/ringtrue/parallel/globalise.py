@@ -27,6 +27,7 @@ def globalise(
     key_kinds: Sequence[str],
     ends: tuple[int | None, int | None],
     mask_rows: bool,
+    mask_shape: tuple[int, int, int],
     wanted: Wanted,
 ) -> OpPair:
     """The pair with such a mask, for the user's.
@@ -36,8 +37,9 @@ def globalise(
     key_kinds  "key_keep", "key_bias", "k_segments": those that are to be gathered, in this order
     ends       causal and since of the whole call, for a query at position 0
     mask_rows  some rank's dense mask differs by row
+    mask_shape batch, heads and columns of all ranks' dense masks together
     """
-    op = _Globalise(pair, comm, k, columns, tuple(key_kinds), *ends, mask_rows, wanted)
+    op = _Globalise(pair, comm, k, columns, tuple(key_kinds), *ends, mask_rows, mask_shape, wanted)
     return replace(pair, forward=op.forward, backward=op.backward)
 
 
@@ -51,6 +53,7 @@ class _Globalise:
     causal: int | None
     since: int | None
     mask_rows: bool
+    mask_shape: tuple[int, int, int]
     wanted: Wanted
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
@@ -84,10 +87,12 @@ class _Globalise:
 
     def _whole(self, mask: Mask, gathered: Mapping[str, Tensor], q_len: int) -> Mask:
         dense = mask.dense
-        if self.mask_rows and dense is not None and dense.shape[2] != q_len:  # this rank's rows are all alike
-            dense = dense.expand(-1, -1, q_len, -1)
-        if dense is not None and dense.dtype != torch.bool and dense.shape[3] == 1 < self.columns:
-            dense = dense.expand(-1, -1, -1, self.columns)  # how many keys are alike is known here only
+        if dense is not None:
+            batch, heads, columns = self.mask_shape
+            if dense.dtype != torch.bool:
+                columns = self.columns  # how many keys are alike is known here only
+            rows = q_len if self.mask_rows else dense.shape[2]  # where this rank's rows are all alike
+            dense = dense.expand(batch, heads, rows, max(columns, dense.shape[3]))
         return replace(mask, dense=dense, causal=self.causal, since=self.since, **gathered)
 
     def _gather(self, mine: Tensor | None, k: Tensor) -> Tensor:

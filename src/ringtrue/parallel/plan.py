@@ -30,6 +30,7 @@ class Plan:
     alignments, window    causal alignments ("top_left", "bottom_right") and the window's first and last key asked for
     key_kinds             those of KEY_KINDS that some rank has; one without key_keep beside others keeps all its keys
     mask_rows             a dense mask that differs by row
+    mask_shape            batch, heads and columns of a dense mask, where any rank has more than one
     wanted                gradients that any rank wants
     most_rounds           in how many rounds the heads may go under Ulysses
     """
@@ -46,6 +47,7 @@ class Plan:
     window: tuple[int | None, int | None] = (None, None)
     key_kinds: frozenset[str] = frozenset()
     mask_rows: bool = False
+    mask_shape: tuple[int, int, int] = (1, 1, 1)
     wanted: Wanted = Wanted(False, False, False)
     most_rounds: int = 1
 
@@ -84,12 +86,14 @@ class Plan:
     def numbers(self) -> tuple[int, ...]:
         """What only all ranks together know, for `with_numbers`; as many numbers for every call of a context."""
         kinds = (kind in self.key_kinds for kind in KEY_KINDS)
-        return tuple(map(int, (*self.q_lengths, *self.k_lengths, self.mask_rows, *kinds, *self.wanted)))
+        return tuple(
+            map(int, (*self.q_lengths, *self.k_lengths, self.mask_rows, *self.mask_shape, *kinds, *self.wanted))
+        )
 
     @staticmethod
     def count(size: int) -> int:
         """How many numbers there are in a context of `size` ranks."""
-        return 2 * size + 1 + len(KEY_KINDS) + len(Wanted._fields)
+        return 2 * size + 4 + len(KEY_KINDS) + len(Wanted._fields)
 
     def compose(self, groups: Groups, pair: OpPair) -> OpPair:
         """The pair over this context. Its mask is the user's: this rank's rows, key masks sharded like the keys."""
@@ -102,7 +106,9 @@ class Plan:
             pair = self._exchanging(groups, pair, self.k)
         kinds = [kind for kind in KEY_KINDS if kind in self.key_kinds and self.k is not None]
         comm = groups.context
-        pair = globalise(pair, comm, self.k, self.totals[1], kinds, self.ends, self.mask_rows, self.wanted)
+        pair = globalise(
+            pair, comm, self.k, self.totals[1], kinds, self.ends, self.mask_rows, self.mask_shape, self.wanted
+        )
         return joint(pair, comm, self.joint_prefix, self.mask_rows, self.k is not None) if self.joint_prefix else pair
 
     def _exchanging(self, groups: Groups, pair: OpPair, k: Layout) -> OpPair:
