@@ -116,6 +116,10 @@ IDS = some(2, 6, dtype=torch.int32)
         (rt.Segments(IDS[:1], IDS[:1, :5]), ("Segments does not fit the queries", "(2, 6)", "(1, 6)")),
         (rt.Segments(IDS, IDS[:, :5].to("meta")), ("Segments is on another device", "cpu", "meta")),
         (
+            rt.Segments(IDS.to(torch.uint16), IDS[:, :5]),
+            ("Segments: torch cannot compare", "one dtype", "torch.uint16, torch.int32", "cast"),
+        ),
+        (
             rt.Segments(IDS, IDS[:, :5]) & rt.Segments(IDS, IDS[:, :5]),
             ("two Segments", "at most one", "one id for each"),
         ),

@@ -18,6 +18,7 @@ from .contract import Facts, Mask, Options, Wanted
 from .masks import Causal, Dense, KeyBias, KeyPadding, MaskPart, Segments, Window, parts_of
 
 Bounds = tuple[int | None, int | None]
+UNPROMOTED = {torch.uint16, torch.uint32, torch.uint64}  # torch compares them with their own kind only
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +209,9 @@ class _Joined:
         check_tokens(q_ids, "Segments", self.q, "q", self.check)
         name = "Segments (k_ids=None means q_ids)" if k_ids is q_ids else "Segments"
         check_tokens(k_ids, name, self.k, "k", self.check)
+        if q_ids.dtype != k_ids.dtype and {q_ids.dtype, k_ids.dtype} & UNPROMOTED:
+            seen = f"{q_ids.dtype}, {k_ids.dtype}"
+            self.check.fail("Segments: torch cannot compare ids of these dtypes", "one dtype", seen, "cast them")
         if self.segments[0] is not None:
             self.check.fail("two Segments", "at most one", "Segments & Segments", "one id for each pair of ids")
         self.segments = (q_ids, k_ids)

@@ -21,10 +21,8 @@ from .contract import ForwardOut, OpPair, accumulate_dtype
 from .parallel.parcel import Template, pack, unpack
 
 SHARED = "str context, bool entered, str kind, bool kv_replicated, SymInt[] lengths, str root, int number"
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16,
-    torch.int32, torch.int64,
-)  # fmt: skip
+# all that torch has: a mask may keep segments or biases of any of them
+DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
 CHAIN = "_ringtrue_done"  # the last backward that was traced into a graph
 
 

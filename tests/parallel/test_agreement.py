@@ -121,12 +121,22 @@ def test_gather_without_grad_on_one_rank_makes_all_raise() -> None:
     assert all(isinstance(error, rt.DisagreementError) for error in everywhere(rank))
 
 
-@pytest.mark.parametrize("wrong", [{"dim": 5}, {"dim": 0, "backward": "mean"}], ids=["dim", "backward"])
+WRONG: dict[str, dict[str, object]] = {
+    "dim": {"dim": 5},
+    "no dim": {"dim": None},
+    "flag": {"dim": True},
+    "backward": {"dim": 0, "backward": "mean"},
+    "list": {"x": [1.0], "dim": 0},
+    "sparse": {"x": torch.eye(2).to_sparse(), "dim": 0},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_refused_gather_is_told_to_the_others(wrong: dict[str, object]) -> None:
     def rank(mesh: Rank) -> None:
         cp = context(mesh, 1, 2)
-        arguments = wrong if cp.rank == 1 else {"dim": 0}
-        cp.gather(torch.ones(2, 2), **arguments)  # type: ignore[arg-type]
+        arguments = {"x": torch.ones(2, 2), **(wrong if cp.rank == 1 else {"dim": 0})}
+        cp.gather(**arguments)  # type: ignore[arg-type]
 
     others, own = everywhere(rank)
     assert isinstance(own, rt.ArgumentError)
@@ -202,8 +212,16 @@ def test_timeout_is_a_number_of_seconds(timeout: object) -> None:
         rt.ContextParallelConfig(timeout=timeout)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lengths", [5, ["5"], [1.5], [-1], [1, 2]], ids=str)
+@pytest.mark.parametrize("lengths", [5, ["5"], [1.5], [-1], [1, 2], torch.ones(2).numpy(), torch.ones(1)], ids=str)
 def test_declared_lengths_are_numbers_of_tokens(lengths: object) -> None:
     cp = rt.ContextParallel(rt.ContextParallelConfig())
     with pytest.raises(rt.ArgumentError, match="q_lengths does not fit"):
         cp.call(q_lengths=lengths, k_lengths=[5])  # type: ignore[arg-type]
+    with pytest.raises(rt.ArgumentError, match="lengths does not fit"):
+        cp.gather(torch.ones(5), 0, lengths=lengths)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["keys", ["none"], None, rt.Causal()], ids=str)
+def test_a_declared_mask_is_one_of_a_few_words(kind: object) -> None:
+    with pytest.raises(rt.ArgumentError, match="unknown mask kind"):
+        rt.ContextParallel(rt.ContextParallelConfig()).call([5], [5], mask=kind)  # type: ignore[arg-type]

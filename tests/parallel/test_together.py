@@ -337,6 +337,7 @@ def test_no_cuda_graph_replays_it() -> None:
 
 def test_bytes_are_what_was_kept() -> None:
     kept = [torch.arange(3), torch.rand(2, 5).bfloat16(), torch.rand(0, 4), torch.rand(7, 3).t(), torch.tensor(True)]
+    kept += [torch.ones(3).to(dtype) for dtype in (torch.uint16, torch.uint64)]  # ids of segments
     found = together._unpacked(*together._packed(kept, torch.device("cpu")))
     assert [x.dtype for x in found] == [x.dtype for x in kept]
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))

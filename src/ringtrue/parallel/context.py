@@ -19,7 +19,7 @@ from ..errors import ArgumentError, ParallelError, message
 from . import agreement
 from .comm import Connectable, connect, default_group
 from .config import ContextParallelConfig
-from .declaration import NOTHING, Declaration, MaskKind, declare
+from .declaration import NOTHING, Declaration, MaskKind, check_lengths, declare
 from .header import Header, agree, tell
 from .layout import Layout, cuts, positions
 from .plan import Plan, balanced_lengths, layout_of
@@ -90,7 +90,7 @@ class ContextParallel:
 
         Backward zero-pads: the gradient of `x` is Partial("sum").
         """
-        dim = self._dim(x, dim)
+        dim = _dim(x, dim, "shard")
         return shard(x, dim, self._shards(x.shape[dim])[self.rank])
 
     def positions(self, global_length: int) -> Tensor:
@@ -124,7 +124,7 @@ class ContextParallel:
                   prefix; parameters after it are then not Partial.
         """
         with contextlib.nullcontext() if lengths is not None else self.refusing_together("gather"):
-            dim = self._dim(x, dim)
+            dim = _dim(x, dim, "gather")
             if backward not in ("sum", "slice"):
                 raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
             if type(prefix) is not int or not 0 <= prefix <= x.shape[dim]:
@@ -143,7 +143,7 @@ class ContextParallel:
             agreement.check_grad_mode([want for want, _ in said], [mode for _, mode in said], "gather")
             lengths = [int(h.own["length"]) for h in headers]
             anchored = not wants and any(h.own["wants"] for h in headers)
-        elif len(lengths) != self.size or lengths[self.rank] != x.shape[dim]:
+        elif check_lengths(self.config, "gather: lengths", lengths)[self.rank] != x.shape[dim]:
             limit = f"{self.size} lengths, own {x.shape[dim]}"
             raise ArgumentError(message("gather: lengths do not fit", limit=limit, value=list(lengths)))
         layout = self._gathered([length - prefix for length in lengths])
@@ -239,10 +239,16 @@ class ContextParallel:
         """The composition of a call that was planned before, from its plan's numbers."""
         return DeclaredCall(self).replan(call, pair, numbers)
 
-    def _dim(self, x: Tensor, dim: int) -> int:
-        if not -x.dim() <= dim < x.dim():
-            raise ArgumentError(message("dim is out of range", limit=f"{-x.dim()} to {x.dim() - 1}", value=dim))
-        return dim % x.dim()
+
+def _dim(x: object, dim: object, what: str) -> int:
+    """A dim counted from 0; ArgumentError for what has no such dim, or none that could be cut."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+        value = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(message(f"{what}: not a plain strided tensor", limit="torch.strided", value=value))
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
+        limit = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with a dim"
+        raise ArgumentError(message(f"{what}: dim is out of range", limit=limit, value=repr(dim)))
+    return dim % x.dim()
 
 
 def _known_to_peers(error: BaseException | None) -> bool:

@@ -50,7 +50,7 @@ def declare(
         raise ArgumentError(message("call: no such joint_prefix", limit=limit, value=repr(joint_prefix)))
     if type(kv_replicated) is not bool:
         raise ArgumentError(message("call: kv_replicated is not a bool", value=repr(kv_replicated)))
-    if mask not in KINDS:
+    if mask not in tuple(KINDS):  # whatever it is, it need not have a hash
         limit = ", ".join(KINDS)
         raise ArgumentError(message("call: unknown mask kind", limit=limit, value=repr(mask)))
     missing = [lengths is None for lengths in (q_lengths, k_lengths)]
@@ -63,14 +63,22 @@ def declare(
                 remedy='give both, or configure lengths="equal"',
             )
         )
-    q, k = (_lengths(config, name, x) for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)))
+    if q_lengths is None or k_lengths is None:
+        return Declaration(None, None, mask, joint_prefix, kv_replicated)
+    q, k = check_lengths(config, "call: q_lengths", q_lengths), check_lengths(config, "call: k_lengths", k_lengths)
     return Declaration(q, k, mask, joint_prefix, kv_replicated)
 
 
-def _lengths(config: ContextParallelConfig, name: str, given: object) -> tuple[int, ...] | None:
-    if given is None:
-        return None
+def check_lengths(config: ContextParallelConfig, name: str, given: object) -> tuple[int, ...]:
+    """Tokens per rank as they were passed; ArgumentError for anything but one whole number a rank."""
     fits = isinstance(given, Sequence) and len(given) == config.size
     if not fits or not all(type(n) is int and n >= 0 for n in given):  # type: ignore[attr-defined]
-        raise ArgumentError(message(f"call: {name} does not fit", limit=f"{config.size} lengths", value=given))
+        raise ArgumentError(
+            message(
+                f"{name} does not fit",
+                limit=f"{config.size} lengths",
+                value=repr(given),
+                remedy="a list or tuple of ints, one for each rank, in rank order",
+            )
+        )
     return tuple(given)  # type: ignore[arg-type]
