@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/video_transformer.py --ring 2
     torchrun --standalone --nproc-per-node 4 examples/video_transformer.py --ulysses 2 --ring 2
 
-All of them print the same losses. Each block attends over text and video jointly, then from the video to a condition
-(an image, say), then has a feed-forward layer. Every process makes the same whole batch and keeps a part of the video;
-lines that are there for context parallelism are marked `# cp`. On CUDA the same code runs over NCCL.
+All of them print the same losses; --ulysses times --ring is the number of processes. Each block attends over text and
+video jointly, then from the video to a condition (an image, say), then has a feed-forward layer. Every process makes
+the same whole batch and keeps a part of the video; lines that are there for context parallelism are marked `# cp`. On
+CUDA the same code runs over NCCL.
 """
 
 from __future__ import annotations
