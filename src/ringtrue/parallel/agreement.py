@@ -259,7 +259,7 @@ def _check_columns(call: Call, plan: Plan, columns: Sequence[int]) -> None:
             "a tensor mask under context parallelism has this rank's rows and the columns of all keys",
             f"{total} columns (keys per rank {list(plan.k_lengths)})",
             f"{columns[0]} columns" if len(set(columns)) == 1 else f"columns per rank {list(columns)}",
-            "for a key mask that is sharded like the keys pass KeyPadding(bool (B, Sk_local)) or KeyBias",
+            "cut its rows only; a key mask that is sharded like the keys is KeyPadding(bool (B, Sk_local)) or KeyBias",
         )
 
 
