@@ -176,7 +176,7 @@ def check_tokens(given: Tensor, name: str, x: Tensor, side: str, check: Checker)
             f"{name} does not fit the {'keys' if side == 'k' else 'queries'}",
             f"(B, S{side}) = {tuple(x.shape[:2])}",
             tuple(given.shape),
-            f"under context parallelism it is sharded like the {'keys' if side == 'k' else 'queries'}: pass this rank's part"
+            f"under context parallelism sharded like the {'keys' if side == 'k' else 'queries'}: pass this rank's part"
             + (", cp.shard(ids, dim=1); packed documents have B = 1" if name.startswith("Segments") else ""),
         )
     if given.device != x.device:

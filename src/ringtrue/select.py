@@ -63,8 +63,8 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             None not in (claims.min_capability, facts.capability) and facts.capability < claims.min_capability,  # type: ignore[operator]
             "compute-capability", "does not run on this GPU", f"from {claims.min_capability} on", facts.capability, "",
         ),
-        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout", "dropout_p = 0", "> 0", "pass dropout_p=0"),
-        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "pass softcap=0"),
+        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout", "dropout_p = 0", "> 0", "dropout_p=0"),
+        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
         (
             training and not claims.backward,
             "no-backward", "has no backward", "no input requires grad", _wanted(facts), "use torch.no_grad()",
