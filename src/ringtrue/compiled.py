@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from .autograd import as_it_is, refuse_lse_gradient
 from .contract import Facts, ForwardOut, Grads, Mask, OpPair, Options, accumulate_dtype
@@ -297,3 +297,41 @@ def _refuse(ctx: Any, *_: Any) -> None:
             remedy="compute the gradient penalty with plain eager attention, outside torch.compile",
         )
     )
+
+
+# ---- operators in which ranks talk -----------------------------------------------------------------------------------
+
+RANKS_TALK = (torch.Tag.cudagraph_unsafe,)  # a replay would leave out what they tell each other
+_CHAIN = "_ringtrue_backward"
+
+
+def unknown_size() -> SymInt:
+    """In a fake kernel: a size that only the running operator knows."""
+    context = torch.library.get_ctx()
+    env = context._shape_env
+    if env is None or env.allow_dynamic_output_shape_ops:
+        return context.new_dynamic_size()
+    # torch asks whether to break the graph at such an operator; this one may stay, as torch's own of device meshes do
+    size = env.create_unbacked_symint()
+    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=0)
+    return size
+
+
+def last_backward() -> Tensor | None:
+    """What the last backward operator that torch traced into this graph said of being done."""
+    return getattr(_tracer(), _CHAIN, None)
+
+
+def next_follows(done: Tensor) -> None:
+    """The next backward operator of this graph comes after the one that gave `done`."""
+    tracer = _tracer()
+    if tracer is not None:
+        setattr(tracer, _CHAIN, done)  # goes when the tracer goes
+
+
+def _tracer() -> Any:
+    """What records the graph that torch traces now, if it does."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import, and seldom needed
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer

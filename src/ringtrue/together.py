@@ -13,17 +13,30 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from .autograd import as_it_is, refuse_lse_gradient
-from .compiled import BACKWARD, FORWARD, Normalised, Plain, backward_shapes, handed_back, kept_by, register, to_inputs
+from .compiled import (
+    BACKWARD,
+    FORWARD,
+    RANKS_TALK,
+    Normalised,
+    Plain,
+    backward_shapes,
+    handed_back,
+    kept_by,
+    last_backward,
+    next_follows,
+    register,
+    to_inputs,
+    unknown_size,
+)  # fmt: skip
 from .contract import ForwardOut, OpPair, accumulate_dtype
 from .parallel.parcel import Template, pack, unpack
 
 SHARED = "str context, bool entered, str kind, bool kv_replicated, SymInt[] lengths, str root, int number"
 # all that torch has: a mask may keep segments or biases of any of them
 DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
-CHAIN = "_ringtrue_done"  # the last backward that was traced into a graph
 
 
 class Shared(NamedTuple):
@@ -76,7 +89,7 @@ class Together:
                 _backward_shapes,
             ),
             self._gradients,
-            tags=(torch.Tag.cudagraph_unsafe,),  # a replay would leave out what ranks tell each other
+            tags=RANKS_TALK,
         )
 
     def __call__(
@@ -103,9 +116,9 @@ class Together:
         if not _trains(plain):
             return out, lse, out.new_empty(0, dtype=torch.int64), []
         chosen = torch.empty(self.ranks.count(shared), dtype=torch.int64, device="cpu")
-        forms = torch.empty(_unknown(), dtype=torch.int64, device="cpu")
-        there = torch.empty(_unknown(), dtype=torch.uint8, device="cpu")
-        return out, lse, chosen, [forms, q.new_empty(_unknown(), dtype=torch.uint8), there]
+        forms = torch.empty(unknown_size(), dtype=torch.int64, device="cpu")
+        there = torch.empty(unknown_size(), dtype=torch.uint8, device="cpu")
+        return out, lse, chosen, [forms, q.new_empty(unknown_size(), dtype=torch.uint8), there]
 
     def _backward(
         self,
@@ -142,20 +155,9 @@ class Together:
             grad_out = torch.zeros_like(tensors[4])
         if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
             grad_lse = None
-        tracer = _tracer()
-        after = getattr(tracer, CHAIN, None)
-        done, *grads = self.attention_backward(grad_out, grad_lse, *tensors, *ctx.values, after)
-        if tracer is not None:
-            setattr(tracer, CHAIN, done)  # goes when the tracer goes
+        done, *grads = self.attention_backward(grad_out, grad_lse, *tensors, *ctx.values, last_backward())
+        next_follows(done)
         return to_inputs(grads, parts, plain, ctx.values)
-
-
-def _tracer() -> Any:
-    """What records the graph that torch traces now, if it does."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import, and seldom needed
-
-    mode = get_proxy_mode()
-    return None if mode is None else mode.tracer
 
 
 def _read(values: Any) -> tuple[Plain, Shared]:
@@ -199,18 +201,6 @@ def _unpacked(forms: Tensor, here: Tensor, there: Tensor) -> list[Tensor]:
         for near, buffer in ((True, here), (False, there))
     }
     return [next(found[near]) for near, _ in told]
-
-
-def _unknown() -> SymInt:
-    """A size that only the running operator knows."""
-    context = torch.library.get_ctx()
-    env = context._shape_env
-    if env is None or env.allow_dynamic_output_shape_ops:
-        return context.new_dynamic_size()
-    # torch asks whether to break the graph at such an operator; this one may stay, as torch's own of device meshes do
-    size = env.create_unbacked_symint()
-    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=0)
-    return size
 
 
 def _result_shapes(q: Tensor, v: Tensor, plain: Plain) -> tuple[Tensor, Tensor]:

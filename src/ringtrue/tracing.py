@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from . import call as calls
 from . import scope, select
@@ -22,7 +19,8 @@ from .checks import Asks, Checker
 from .compiled import Normalised, Operators, Plain
 from .contract import Choice, OpPair, Wanted
 from .masks import put_together, taken_apart
-from .parallel.context import find
+from .parallel import traced
+from .parallel.named import find
 from .parallel.plan import Plan
 from .together import Agreed, Shared, Together
 
@@ -72,24 +70,12 @@ def run(
 
 def _shared(context: Any, entered: bool) -> Shared:
     """A context or a declared call of one, taken apart."""
-    root, place = _place()
+    root, number = traced.here()
     if not hasattr(context, "context"):
-        return Shared(context.key, entered, "none", False, [], root, place)
+        return Shared(context.key, entered, "none", False, [], root, number)
     said = context.said
     lengths = [said.joint_prefix, *(said.q_lengths or ()), *(said.k_lengths or ())]
-    return Shared(context.context.key, entered, said.mask, said.kv_replicated, lengths, root, place)
-
-
-@torch.compiler.assume_constant_result
-def _place() -> tuple[str, int]:
-    """Where in the code that torch compiles now a call is: the outermost function, and how many calls came before."""
-    trace = TracingContext.get()
-    _places[trace] = _places.get(trace, -1) + 1
-    outermost = trace.extract_stack()[0]
-    return f"{outermost.name} ({Path(outermost.filename).name})", _places[trace]
-
-
-_places: WeakKeyDictionary[TracingContext, int] = WeakKeyDictionary()  # attention calls so far of what is traced now
+    return Shared(context.context.key, entered, said.mask, said.kv_replicated, lengths, root, number)
 
 
 def _declared(shared: Shared) -> Any:

@@ -19,14 +19,15 @@ from recipes import Recipe, recipe
 import ringtrue as rt
 from calls import one_thread as one_thread
 from ringtrue import api, together, tracing
+from ringtrue.parallel import traced
 from ringtrue.parallel.declared import DeclaredCall
 
 NAMES = ("auto", *dict.fromkeys(s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None))
 
 
 def through_operators(problem: Draw) -> list[Result]:
-    places = patch.object(tracing, "_place", lambda: ("a function", 0))
-    with patch.object(api, "_run", tracing.run), places:
+    place = patch.object(traced, "here", lambda: ("a function", 0))
+    with patch.object(api, "_run", tracing.run), place:
         return on_ranks(problem)
 
 

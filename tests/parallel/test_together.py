@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def declared(cp: rt.ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return rt.attention(q, k, v, parallel=cp.call(lengths, lengths))
 
 
+def gathered(cp: rt.ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut, attend, join, and a loss: of declared lengths, and of a length that nobody knows while torch traces."""
+    out = rt.attention(*(cp.shard(x, 1) for x in (q, k, v)), parallel=cp)
+    lengths = [(q.shape[1] + cp.size - 1 - rank) // cp.size for rank in range(cp.size)]
+    loss = cp.loss((cp.gather(out * 2, -3, lengths=lengths) * q).sum())
+    return loss, cp.gather(out.sin(), 1, backward="slice").cos()
+
+
+def gathered_prefix(cp: rt.ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = rt.attention(q, k, v, parallel=cp.call(joint_prefix=2))
+    lengths = [q.shape[1] + other - cp.rank for other in range(cp.size)]
+    return cp.gather(out, 1, prefix=2), cp.gather(out * 2, 1, prefix=2, lengths=lengths)
+
+
 def entered(cp: rt.ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     with cp.scope(), rt.attention_backend("native_math"):
         inside = rt.attention(q, k, v)
@@ -107,6 +122,8 @@ CASES: dict[str, tuple[Function, tuple[str, ...], int]] = {
     "joint prefix": (joint, ("ring",), 1),
     "replicated keys": (replicated, ("ulysses",), 1),
     "declared": (declared, ("ulysses",), 0),
+    "gather": (gathered, ("ulysses",), 2),
+    "gather behind a prefix": (gathered_prefix, ("ring",), 2),
     "scopes inside": (entered, ("ulysses",), 1),
     "dropout": (drops, ("ring",), 1),
     "checkpoint": (partial(checkpointed, checkpoint), ("ulysses", "ring"), 4),
@@ -168,7 +185,7 @@ def compare(
     run = torch.compile(fn, fullgraph=True, backend=counter)
     graphs = []
     for length in lengths:
-        inputs = shards(rank, length, 2 if fn is masked else 4, asks)
+        inputs = shards(0 if fn is gathered else rank, length, 2 if fn is masked else 4, asks)
         expected = step(fn, cp, inputs)
         found, sent = agreements(cp, partial(step, run, cp, inputs))
         assert len(found) == len(expected)
@@ -267,14 +284,18 @@ def in_another_order(graph: torch.fx.GraphModule, _: object) -> Any:
     return graph
 
 
+def joined(cp: rt.ContextParallel, q: Tensor, *_: Tensor) -> Tensor:
+    return cp.gather(q * 2, 1)
+
+
 def disagreement(mesh: Rank, how: str) -> str:
     cp = rt.ContextParallel(rt.ContextParallelConfig(2, mesh=mesh))
     other = cp.rank == 1
-    q, k, v = shards(0, 5, asks="" if how == "no gradient" and other else "qkv")
+    q, k, v = shards(0, 5, asks="" if how.endswith("gradient") and other else "qkv")
     k = k.detach()[:, :3] if how == "own mistake" and other else k
     compiler = in_another_order if how == "another order" and other else "aot_eager"
     with pytest.raises(rt.RingtrueError) as caught:
-        fn = layers if how == "own mistake" else independent
+        fn = {"own mistake": layers, "gather without gradient": joined}.get(how, independent)
         torch.compile(fn, fullgraph=True, backend=compiler)(cp, q, k, v)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -282,6 +303,7 @@ def disagreement(mesh: Rank, how: str) -> str:
 SAID = {
     "another order": ("DisagreementError", "another way on another rank", "rank 0: call 0; rank 1: call 1"),
     "no gradient": ("DisagreementError", "no backward for its peers", "rank 0: compiled, a gradient"),
+    "gather without gradient": ("DisagreementError", "about this gather", "rank 1: compiled, no gradient"),
     "own mistake": ("PeerError", "rank 1: ArgumentError: key and value differ in length"),
 }
 
@@ -302,16 +324,21 @@ def test_ranks_that_disagree(how: str) -> None:
 
 
 def test_backwards_cannot_change_places() -> None:
-    """They talk without a header, so each depends on the one before."""
+    """They talk without a header, so each depends on the one before, gather's too."""
     torch._dynamo.reset()
     graphs: list[torch.fx.Graph] = []
     cp = rt.ContextParallel(rt.ContextParallelConfig())
     show = lambda module, _: graphs.append(module.graph) or make_boxed_func(module)
-    run = torch.compile(independent, fullgraph=True, backend=aot_autograd(fw_compiler=show, bw_compiler=show))
+    joined = lambda *given: cp.gather(independent(*given), 1)
+    run = torch.compile(joined, fullgraph=True, backend=aot_autograd(fw_compiler=show, bw_compiler=show))
     run(cp, *shards(0, 5)).sum().backward()
-    first, second = (n for n in graphs[1].nodes if n.target is tracing.TOGETHER.attention_backward)
-    assert first.args[-1] is None
-    assert second.args[-1].args == (first, 0)
+    backwards = [node for node in graphs[1].nodes if "together_backward" in str(node.target)]
+    assert [str(node.target).split(".")[1] for node in backwards] == [
+        "gather_together_backward", "attention_together_backward", "attention_together_backward",
+    ]  # fmt: skip
+    assert backwards[0].args[-1] is None
+    for first, second in pairwise(backwards):
+        assert second.args[-1].args == (first, 0)
 
 
 def test_torchs_own_check_of_the_operators() -> None:
@@ -331,7 +358,8 @@ def test_torchs_own_check_of_the_operators() -> None:
 
 def test_no_cuda_graph_replays_it() -> None:
     """What ranks tell each other would be left out."""
-    for operator in (OPERATOR, tracing.TOGETHER.attention_backward):
+    gathers = (torch.ops.ringtrue.gather_together.default, torch.ops.ringtrue.gather_together_backward.default)
+    for operator in (OPERATOR, tracing.TOGETHER.attention_backward, *gathers):
         assert torch.Tag.cudagraph_unsafe in operator.tags
 
 

@@ -90,7 +90,7 @@ def settle(
         raise DisagreementError(text)
     wants: list[list[bool]] = [list(s["wanted"]) for s in said]  # type: ignore[call-overload]
     check_grad_mode([any(each) for each in wants], [bool(s["grad mode"]) for s in said], "attention", call.text)
-    traced.check([s["place"] for s in said], [any(each) for each in wants], call.text)
+    traced.check([s["place"] for s in said], [any(each) for each in wants], "attention", call.text)
     q_lengths, k_lengths = (tuple(int(s[side]) for s in said) for side in ("q", "k"))  # type: ignore[call-overload]
     shapes: list[list[int] | None] = [s["tensor mask"] for s in said]  # type: ignore[misc]
     rows = [(length, shape[2]) for length, shape in zip(q_lengths, shapes, strict=True) if shape is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,18 +18,19 @@ from ..errors import ArgumentError, ParallelError, message
 from . import agreement
 from .comm import Connectable, connect, default_group
 from .config import ContextParallelConfig
-from .declaration import NOTHING, Declaration, MaskKind, check_lengths, declare
+from .declaration import NOTHING, Declaration, MaskKind, declare
+from .gather import gather
 from .header import Header, agree, tell
 from .layout import Layout, cuts, positions
+from .named import find, keep
 from .plan import Plan, balanced_lengths, layout_of
-from .shard import Gather, own_piece, shard
+from .shard import dim_of, shard
 
 if TYPE_CHECKING:
     from ..call import Call
 
 GRACE = 5.0  # seconds that a rank with an exception of its own waits for its peers' next header
 TOLD = "_told_to_peers"  # marks an exception whose text the other ranks have
-_by_key: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -52,7 +52,7 @@ class ContextParallel:
         self.size = self.groups.context.size
         self.key = f"{next(_numbers)}:{config.ulysses_degree}x{config.ring_degree}"  # its name in this process
         self._calls = itertools.count()
-        _by_key[self.key] = self
+        keep(self)
 
     @classmethod
     def current(cls) -> ContextParallel | None:
@@ -90,7 +90,7 @@ class ContextParallel:
 
         Backward zero-pads: the gradient of `x` is Partial("sum").
         """
-        dim = _dim(x, dim, "shard")
+        dim = dim_of(x, dim, "shard")
         return shard(x, dim, self._shards(x.shape[dim])[self.rank])
 
     def positions(self, global_length: int) -> Tensor:
@@ -104,7 +104,6 @@ class ContextParallel:
             raise ArgumentError(text)
         return positions(self._shards(global_length)[self.rank])
 
-    @torch.compiler.disable
     def gather(
         self,
         x: Tensor,
@@ -123,54 +122,7 @@ class ContextParallel:
                   "slice" (diffusers' convention, last gather only): each rank keeps its own slice, and one piece of a
                   prefix; parameters after it are then not Partial.
         """
-        with contextlib.nullcontext() if lengths is not None else self.refusing_together("gather"):
-            dim = _dim(x, dim, "gather")
-            if backward not in ("sum", "slice"):
-                raise ArgumentError(message("gather: unknown backward", limit='"sum" or "slice"', value=repr(backward)))
-            if type(prefix) is not int or not 0 <= prefix <= x.shape[dim]:
-                limit = f"0 to {x.shape[dim]} tokens"
-                raise ArgumentError(message("gather: no such prefix", limit=limit, value=repr(prefix)))
-        wants = torch.is_grad_enabled() and x.requires_grad
-        anchored = False
-        if lengths is None and self.config.lengths == "equal":
-            lengths = [x.shape[dim]] * self.size
-        if lengths is None:
-            others = [n for i, n in enumerate(x.shape) if i != dim]
-            same = {"dtype": str(x.dtype), "dim": dim, "other dims": others, "backward": backward, "prefix": prefix}
-            own = {"length": x.shape[dim], "wants": wants, "grad mode": torch.is_grad_enabled()}
-            headers = self.agree("gather", same, own)
-            said = [(bool(h.own["wants"]), bool(h.own["grad mode"])) for h in headers]
-            agreement.check_grad_mode([want for want, _ in said], [mode for _, mode in said], "gather")
-            lengths = [int(h.own["length"]) for h in headers]
-            anchored = not wants and any(h.own["wants"] for h in headers)
-        elif check_lengths(self.config, "gather: lengths", lengths)[self.rank] != x.shape[dim]:
-            limit = f"{self.size} lengths, own {x.shape[dim]}"
-            raise ArgumentError(message("gather: lengths do not fit", limit=limit, value=list(lengths)))
-        layout = self._gathered([length - prefix for length in lengths])
-        anchor = torch.zeros((), requires_grad=True) if anchored else None
-        own_tokens = x.narrow(dim, prefix, x.shape[dim] - prefix) if prefix else x
-        whole = Gather.apply(own_tokens, anchor, dim, layout, self.groups.context, backward)
-        if not prefix:
-            return whole
-        held = x.narrow(dim, 0, prefix)
-        held = own_piece(held, dim, self.size, self.rank) if backward == "slice" else held
-        return torch.cat([held, whole], dim)
-
-    def _gathered(self, lengths: list[int]) -> Layout:
-        """The layout of shards that are to be joined; ArgumentError for lengths that no shards have."""
-        balanced = self.config.load_balance != "head_tail" or tuple(lengths) == balanced_lengths(
-            self.config, sum(lengths)
-        )
-        if min(lengths) < 0 or not balanced:
-            raise ArgumentError(
-                message(
-                    "gather: these are no shards of this context",
-                    limit=f"shards of load_balance={self.config.load_balance!r}, behind the prefix",
-                    value=f"tokens per rank behind the prefix {lengths}",
-                    remedy="cut tensors with cp.shard",
-                )
-            )
-        return layout_of(self.config, lengths)
+        return gather(self, x, dim, prefix, lengths, backward)
 
     def loss(self, loss: Tensor) -> Tensor:
         """For a loss that every rank computes identically from a gathered output: loss / number of context ranks."""
@@ -240,17 +192,6 @@ class ContextParallel:
         return DeclaredCall(self).replan(call, pair, numbers)
 
 
-def _dim(x: object, dim: object, what: str) -> int:
-    """A dim counted from 0; ArgumentError for what has no such dim, or none that could be cut."""
-    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
-        value = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise ArgumentError(message(f"{what}: not a plain strided tensor", limit="torch.strided", value=value))
-    if type(dim) is not int or not -x.dim() <= dim < x.dim():
-        limit = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with a dim"
-        raise ArgumentError(message(f"{what}: dim is out of range", limit=limit, value=repr(dim)))
-    return dim % x.dim()
-
-
 def _known_to_peers(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, came from other ranks or was told to them."""
     while error is not None:
@@ -310,14 +251,6 @@ class DeclaredCall:
         context = self.context
         plan = agreement.again(context.config, context.rank, self.said, call, numbers)
         return plan.compose(context.groups, pair)
-
-
-def find(key: str) -> ContextParallel:
-    """The context of that name in this process."""
-    found = _by_key.get(key)
-    if found is None:
-        raise ArgumentError(message("the context of this call is gone", value=key, remedy="keep the ContextParallel"))
-    return found
 
 
 _made: dict[tuple[object, ...], ContextParallel] = {}

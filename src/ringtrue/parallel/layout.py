@@ -22,7 +22,7 @@ Layout: TypeAlias = tuple[Spans, ...]  # of every rank
 
 def cuts(length: int, parts: int) -> tuple[Span, ...]:
     """Where torch.tensor_split cuts: `parts` pieces, empty ones too, the longer ones first."""
-    size, longer = divmod(length, parts)
+    size, longer = length // parts, length % parts  # torch cannot trace divmod
     bounds = [i * size + min(i, longer) for i in range(parts + 1)]
     return tuple(pairwise(bounds))
 

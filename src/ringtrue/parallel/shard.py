@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..contract import accumulate_dtype
+from ..errors import ArgumentError, message
 from .comm import Comm, Template
 from .layout import Layout, Spans, count, cuts, dealt, in_order
 
@@ -28,23 +29,33 @@ class Gather(torch.autograd.Function):
         ctx, x: Tensor, anchor: Tensor | None, dim: int, layout: Layout, comm: Comm, backward: str
     ) -> Tensor:
         ctx.dim, ctx.layout, ctx.comm, ctx.how = dim, layout, comm, backward
-        forms = [[Template(_with(x, dim, count(spans)), x.dtype)] for spans in layout]
-        received = comm.exchange([[x]] * comm.size, forms, x.device).wait()
-        return in_order([part for (part,) in received], layout, dim)
+        return joined(x, dim, layout, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        parts = dealt(grad, ctx.layout, ctx.dim)
-        mine = parts[ctx.comm.rank]
-        if ctx.how == "slice":
-            return mine.contiguous(), *(None,) * 5
-        form = [Template(tuple(mine.shape), grad.dtype)]
-        received = ctx.comm.exchange([[p] for p in parts], [form] * ctx.comm.size, grad.device).wait()
-        total = torch.zeros(mine.shape, dtype=accumulate_dtype(grad.dtype), device=grad.device)
-        for (part,) in received:
-            total += part
-        return total.to(grad.dtype), *(None,) * 5
+        return returned(grad, ctx.dim, ctx.layout, ctx.comm, ctx.how), *(None,) * 5
+
+
+def joined(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
+    """What all ranks hold, in global order."""
+    forms = [[Template(_with(x, dim, count(spans)), x.dtype)] for spans in layout]
+    received = comm.exchange([[x]] * comm.size, forms, x.device).wait()
+    return in_order([part for (part,) in received], layout, dim)
+
+
+def returned(grad: Tensor, dim: int, layout: Layout, comm: Comm, how: str) -> Tensor:
+    """The gradient of what this rank holds, from that of the whole."""
+    parts = dealt(grad, layout, dim)
+    mine = parts[comm.rank]
+    if how == "slice":
+        return mine.contiguous()
+    form = [Template(tuple(mine.shape), grad.dtype)]
+    received = comm.exchange([[p] for p in parts], [form] * comm.size, grad.device).wait()
+    total = torch.zeros(mine.shape, dtype=accumulate_dtype(grad.dtype), device=grad.device)
+    for (part,) in received:
+        total += part
+    return total.to(grad.dtype)
 
 
 def own_piece(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
@@ -57,3 +68,14 @@ def _with(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     shape = list(x.shape)
     shape[dim] = length
     return tuple(shape)
+
+
+def dim_of(x: object, dim: object, what: str) -> int:
+    """A dim counted from 0; ArgumentError for what has no such dim, or none that could be cut."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+        value = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(message(f"{what}: not a plain strided tensor", limit="torch.strided", value=value))
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
+        limit = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with a dim"
+        raise ArgumentError(message(f"{what}: dim is out of range", limit=limit, value=repr(dim)))
+    return dim % x.dim()

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._guards import TracingContext
 
 from ..errors import DisagreementError, message
 
 
-def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None:
+@torch.compiler.assume_constant_result
+def here() -> tuple[str, int]:
+    """Where in the code that torch compiles now a call is: the outermost function, and how many calls came before."""
+    trace = TracingContext.get()
+    _calls[trace] = _calls.get(trace, -1) + 1
+    outermost = trace.extract_stack()[0]
+    return f"{outermost.name} ({Path(outermost.filename).name})", _calls[trace]
+
+
+_calls: WeakKeyDictionary[TracingContext, int] = WeakKeyDictionary()  # the last call of each graph in the making
+
+
+def check(places: Sequence[object], wants: Sequence[bool], what: str, call: object = "") -> None:
     """places  per rank where in compiled code the call is, (outermost function, number), or None for an eager one
     wants   whether the rank wants a gradient
 
@@ -22,6 +39,7 @@ def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None
             "in compiled code a gradient on every rank, or on none",
             "; ".join(said),
             "require a gradient of an input on every rank",
+            what,
             call,
         )
     numbers: dict[str, dict[int, list[int]]] = {}
@@ -33,10 +51,11 @@ def check(places: Sequence[object], wants: Sequence[bool], call: object) -> None
         if len(found) > 1:
             said = [f"rank {rank}: call {number}" for number, ranks in found.items() for rank in ranks]
             _fail(
-                f"torch.compile ordered the attention calls of {root} in another way on another rank",
+                f"torch.compile ordered the calls of {root} in another way on another rank",
                 "one order on all ranks",
                 "; ".join(sorted(said)),
                 "make each call depend on the one before, or run this part without torch.compile",
+                what,
                 call,
             )
 
@@ -45,8 +64,6 @@ def _kind(place: object) -> str:
     return "eager" if place is None else "compiled"
 
 
-def _fail(problem: str, limit: str, value: str, remedy: str, call: object) -> None:
-    text = message(
-        f"ranks disagree about this attention: {problem}", call=call, limit=limit, value=value, remedy=remedy
-    )
-    raise DisagreementError(text)
+def _fail(problem: str, limit: str, value: str, remedy: str, what: str, call: object) -> None:
+    problem = f"ranks disagree about this {what}: {problem}"
+    raise DisagreementError(message(problem, call=call, limit=limit, value=value, remedy=remedy))
