@@ -85,7 +85,7 @@ def _declared(shared: Shared) -> Any:
         return context
     prefix, *lengths = shared.lengths
     q_lengths, k_lengths = (lengths[: context.size], lengths[context.size :]) if lengths else (None, None)
-    return context.call(q_lengths, k_lengths, shared.kind, prefix, shared.kv_replicated)  # type: ignore[arg-type]
+    return context.call(q_lengths, k_lengths, shared.kind, prefix, shared.kv_replicated)
 
 
 def _checked(

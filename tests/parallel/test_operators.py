@@ -20,7 +20,7 @@ import ringtrue as rt
 from calls import one_thread as one_thread
 from ringtrue import api, together, tracing
 from ringtrue.parallel import traced
-from ringtrue.parallel.declared import DeclaredCall
+from ringtrue.parallel.context import DeclaredCall
 
 NAMES = ("auto", *dict.fromkeys(s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None))
 

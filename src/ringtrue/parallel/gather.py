@@ -94,7 +94,7 @@ def _agree(context: Named, x: Tensor, say: Said) -> tuple[list[int], bool]:
     wants = [bool(own["wants"]) for own in told]
     agreement.check_grad_mode(wants, [bool(own["grad mode"]) for own in told], "gather")
     traced.check([own["place"] for own in told], wants, "gather")
-    return [int(own["length"]) for own in told], not say.wants and any(wants)
+    return [int(own["length"]) for own in told], not say.wants and any(wants)  # type: ignore[call-overload]
 
 
 def _check_together(context: Named, x: object, dim: object, prefix: object, backward: object, alone: bool) -> None:
