@@ -30,7 +30,7 @@ def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch._dynamo.reset()
     assert rt.current_backend() == "auto"
-    assert scope.traced_backend() == (None, True)
+    assert scope.traced_backend() == scope.traced_context() == (None, True)
 
 
 def who(out: Tensor) -> str:
@@ -136,6 +136,34 @@ def test_another_tasks_scope_is_refused() -> None:
         with refused(rt.ScopeError, "another asyncio task", repr(LAST), "inside of the compiled code"):
             run()
         assert who(named()) == FIRST
+        done.set()
+        await task
+
+    asyncio.run(both())
+    assert who(run()) == FIRST
+
+
+def test_another_tasks_context_is_refused() -> None:
+    cp = rt.ContextParallel(rt.ContextParallelConfig())
+    run, named = compiled(), compiled(lambda q, k, v: rt.attention(q, k, v, parallel=cp))
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with cp.scope():
+            return rt.attention(q, k, v)
+
+    async def entered(here: asyncio.Event, done: asyncio.Event) -> None:
+        with cp:
+            run()
+            here.set()
+            await done.wait()
+
+    async def both() -> None:
+        here, done = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(entered(here, done))
+        await here.wait()
+        with refused(rt.ScopeError, "another asyncio task", repr(cp), "inside of the compiled code"):
+            run()
+        assert torch.equal(named(), compiled(inside)())
         done.set()
         await task
 
