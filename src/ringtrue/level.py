@@ -123,7 +123,7 @@ def _whole(mask: Mask, rows: list[_Rows]) -> Mask:
 
 
 def _levels(mask: Mask, rows: list[_Rows], dtype: torch.dtype) -> Levels:
-    found = [row_levels(r.mask, r.q_len, r.k_len, dtype) for r in rows]
+    found = [row_levels(r.mask, r.q_len, r.k_len, dtype, _one_row(mask)) for r in rows]
     if len(found) == 1:
         return found[0]
     counts = [r.q_len for r in rows]
@@ -150,8 +150,9 @@ class Levels(NamedTuple):
     top: Tensor
 
 
-def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Levels:
-    """Found from the float mask and the keys that are kept; a bias per key moves per sample."""
+def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype, one_row: bool | None = None) -> Levels:
+    """Found from the float mask and the keys that are kept; a bias per key moves per sample. `one_row`: the mask's one
+    row is for other queries, too, and not that of a single query."""
     mask = _as_wide_as(mask, k_len)
     user = mask.bias if mask.key_bias is None else mask.key_bias[:, None, None, :]
     bias = user.detach().to(dtype)  # type: ignore[union-attr]
@@ -159,15 +160,15 @@ def row_levels(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> Levels
         bias = bias.masked_fill(~mask.key_keep[:, None, None, :], -torch.inf)
     if bias.shape[3] == 0 or k_len == 0:  # no maximum of nothing
         return Levels(*(bias.new_full(bias.shape[:3], x) for x in (0.0, 1.0, -torch.inf)))
-    whole = bias.amax(-1)
+    whole, one_row = bias.amax(-1), bias.shape[2] == 1 if one_row is None else one_row
     if mask.since is not None or mask.q_segments is not None:
         top, at_top = _seen(bias, mask, q_len, k_len)
-        mover = _for_any(bias, whole) if bias.shape[2] == 1 else top
+        mover = _for_any(bias, whole) if one_row else top
     elif mask.causal is None:
         top, at_top, mover = whole, (bias == whole.unsqueeze(-1)).sum(-1), whole
     else:
         top, at_top = _reached(bias, q_len, mask.causal)
-        mover = _common(bias, whole) if bias.shape[2] == 1 else top
+        mover = _common(bias, whole) if one_row else top
     level = torch.where(mover.abs() < FLAT, 0.0, _power_of_two(mover))
     shift = torch.where((mover.abs() > HUGE) & mover.isfinite(), mover - level, 0.0)
     limit = FLAT if dtype == torch.float64 else SWALLOWED

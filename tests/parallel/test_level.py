@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from draws import Draw, on_twin
+from torch import Tensor
 
 import ringtrue as rt
 from ringtrue import level
@@ -14,6 +15,7 @@ from ringtrue.audit.inputs import Inputs
 from ringtrue.audit.judge import judged
 from ringtrue.contract import Mask, Options, Wanted
 from ringtrue.parallel import ring
+from ringtrue.parallel.twin import Rank, World
 
 LENGTHS = (4, 3, 5, 2)
 NAMES = [s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
@@ -75,9 +77,26 @@ def test_steps_that_do_not_count_their_keys_are_caught(backend: str) -> None:
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("fill", [-1e9, LOWEST])
 def test_without_the_level_it_is_caught(backend: str, fill: float) -> None:
-    def untouched(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype) -> level.Levels:
+    def untouched(mask: Mask, q_len: int, k_len: int, dtype: torch.dtype, one_row: bool | None = None) -> level.Levels:
         shape = (1, 1, 1)
         return level.Levels(*(torch.full(shape, x, dtype=dtype) for x in (0.0, 1.0, 0.0)))
 
     with patch.object(level, "row_levels", untouched):
         assert failures(fill, "dense", torch.float32, (1, 1), False, backend)
+
+
+def test_a_chunk_of_one_query_has_a_row_of_its_own() -> None:
+    """Balanced chunks of single tokens: the last key, hidden from the query before it, must not decide its level."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((1, 9, 2, 4), generator=numbers, dtype=torch.float64) for _ in "qkv")
+    mask = torch.zeros(1, 1, 9, 9, dtype=torch.float64)
+    mask[..., 7, :8] = -1e9
+
+    def rank(mesh: Rank) -> Tensor:
+        cp = rt.ContextParallel(rt.ContextParallelConfig(1, 4, mesh=mesh, load_balance="head_tail"))
+        own = (cp.shard(x, 1) for x in (q, k, v))
+        return cp.gather(rt.attention(*own, mask[:, :, cp.positions(9)], is_causal=True, parallel=cp), 1)
+
+    expected = rt.attention(q, k, v, torch.zeros_like(mask), is_causal=True)
+    for out in World(4).run(rank):
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
