@@ -162,9 +162,13 @@ def _finite(x: Any) -> TypeGuard[float]:
         return False
 
 
+# kinds of device that have autocast: asked here, for torch 2.11 cannot trace the question
+AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast casts to on this kind of device; None where it is off."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in AUTOCAST or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
