@@ -300,6 +300,7 @@ def test_torchs_own_check_of_operators() -> None:
 @INDUCTOR
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # nothing is beside the operators here
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("backend", [b.name for b in REGISTRY if "cuda" in b.pairs])
 def test_on_cuda(backend: str, mode: str | None) -> None:

@@ -162,7 +162,7 @@ class ContextParallel:
 
     def facts(self, call: Call) -> Facts:
         """The facts as a kernel of this context meets them: exchanges need lse, a ring's backward gets a merged one."""
-        return DeclaredCall(self).facts(call)
+        return DeclaredCall(self, NOTHING).facts(call)
 
     @contextlib.contextmanager
     def refusing_together(self, what: str = "attention") -> Iterator[None]:
@@ -185,11 +185,11 @@ class ContextParallel:
 
     def plan(self, call: Call, choices: tuple[Choice, ...]) -> Planned:
         """Agree with the other ranks on this call."""
-        return DeclaredCall(self).plan(call, choices)
+        return DeclaredCall(self, NOTHING).plan(call, choices)
 
     def replan(self, call: Call, pair: OpPair, numbers: Sequence[int]) -> OpPair:
         """The composition of a call that was planned before, from its plan's numbers."""
-        return DeclaredCall(self).replan(call, pair, numbers)
+        return DeclaredCall(self, NOTHING).replan(call, pair, numbers)
 
 
 def _known_to_peers(error: BaseException | None) -> bool:
@@ -215,7 +215,7 @@ class DeclaredCall:
     """A context with what was declared of one call."""
 
     context: ContextParallel
-    said: Declaration = NOTHING
+    said: Declaration  # no default: torch 2.11 cannot trace one
 
     @property
     def silent(self) -> bool:
