@@ -11,6 +11,10 @@ from mutants.parallel_faults import planted
 
 PAIRS = [rt.op_pair(s.name, s.device) for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
 EVERY_PAIR = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: p.name)
+# beside one that computes in float32 a ring rounds once and the law leaves it room for that
+IN_16_BITS = pytest.mark.parametrize(
+    "pair", [p for p in PAIRS if p.claims.arithmetic == "16-bit"], ids=lambda p: p.name
+)
 DTYPE = torch.bfloat16
 
 
@@ -21,7 +25,7 @@ def test_errors_do_not_grow_with_the_ring(pair: rt.OpPair) -> None:
     assert not failed
 
 
-@EVERY_PAIR
+@IN_16_BITS
 @pytest.mark.parametrize("fault", ["merge in bf16", "dk/dv summed in bf16"])
 def test_rounding_at_every_step_is_caught(pair: rt.OpPair, fault: str) -> None:
     with planted(fault):
