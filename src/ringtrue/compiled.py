@@ -162,11 +162,8 @@ class Operators:
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         plain = Plain(*ctx.values)
-        if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
-            grad_lse = None
-        tensors, parts = kept_by(ctx)
-        grads = self.attention_backward(_whole(grad_out, tensors), grad_lse, *tensors, *plain)
-        return to_inputs(grads, parts, plain, plain)
+        tensors, parts = told(ctx, grad_out, grad_lse, plain)
+        return to_inputs(self.attention_backward(*tensors, *plain), parts, plain, plain)
 
 
 Impl = tuple[str, Callable[..., Any], Callable[..., Any]]
@@ -200,15 +197,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def kept_by(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """What forward kept, as backward's schema orders it behind the two gradients; and the parts of the mask."""
+def told(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, plain: Plain
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """The tensors that backward's schema begins with: both gradients, and what forward kept; and the mask's parts."""
     q, k, v, out, lse, chosen, rng, *rest = ctx.saved_tensors
     parts, saved = rest[: ctx.parts], rest[ctx.parts :]
-    return (q, k, v, parts, out, lse, chosen, rng, saved), parts
-
-
-def _whole(grad_out: Tensor | None, tensors: tuple[Any, ...]) -> Tensor:
-    return torch.zeros_like(tensors[4]) if grad_out is None else grad_out
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    grad_lse = grad_lse if plain.return_lse else None  # nobody has it, yet a traced backward may bring zeros for it
+    return (grad_out, grad_lse, q, k, v, parts, out, lse, chosen, rng, saved), parts
 
 
 def to_inputs(grads: Sequence[Tensor], parts: list[Tensor], plain: Plain, values: Sequence[Any]) -> tuple[Any, ...]:

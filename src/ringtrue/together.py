@@ -24,11 +24,11 @@ from .compiled import (
     Plain,
     backward_shapes,
     handed_back,
-    kept_by,
     last_backward,
     next_follows,
     register,
     to_inputs,
+    told,
     unknown_size,
 )  # fmt: skip
 from .contract import ForwardOut, OpPair, accumulate_dtype
@@ -150,12 +150,8 @@ class Together:
 
     def _gradients(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         plain, _ = _read(ctx.values)
-        tensors, parts = kept_by(ctx)
-        if grad_out is None:
-            grad_out = torch.zeros_like(tensors[4])
-        if not plain.return_lse:  # nobody has it, yet a traced backward may bring zeros for it
-            grad_lse = None
-        done, *grads = self.attention_backward(grad_out, grad_lse, *tensors, *ctx.values, last_backward())
+        tensors, parts = told(ctx, grad_out, grad_lse, plain)
+        done, *grads = self.attention_backward(*tensors, *ctx.values, last_backward())
         next_follows(done)
         return to_inputs(grads, parts, plain, ctx.values)
 
@@ -191,16 +187,16 @@ def _packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 def _unpacked(forms: Tensor, here: Tensor, there: Tensor) -> list[Tensor]:
     """What `_packed` packed."""
-    told, left = [], forms.tolist()
+    described, left = [], forms.tolist()
     while left:
         near, dtype, dims, *left = left
-        told.append((bool(near), Template(tuple(left[:dims]), DTYPES[dtype])))
+        described.append((bool(near), Template(tuple(left[:dims]), DTYPES[dtype])))
         left = left[dims:]
     found = {
-        near: iter(unpack(buffer, [[form for where, form in told if where == near]])[0])
+        near: iter(unpack(buffer, [[form for where, form in described if where == near]])[0])
         for near, buffer in ((True, here), (False, there))
     }
-    return [next(found[near]) for near, _ in told]
+    return [next(found[near]) for near, _ in described]
 
 
 def _result_shapes(q: Tensor, v: Tensor, plain: Plain) -> tuple[Tensor, Tensor]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from draws import draw, failures
+from draws import build, draw, failures
+from recipes import Recipe
 
 import ringtrue as rt
-from ringtrue.parallel import agreement
-from ringtrue.parallel.heads import Shares, head_shares, rounds_of
+from ringtrue.parallel import agreement, ulysses
+from ringtrue.parallel import heads as heads_of
+from ringtrue.parallel.heads import LEAST, Shares, head_shares, rounds_of
 from ringtrue.parallel.twin import Rank, World
 
 SIZES = [(8, 8, 4), (3, 3, 2), (6, 2, 4), (12, 3, 4), (2, 1, 4), (30, 30, 4), (8, 2, 3), (24, 8, 2), (5, 5, 2)]
@@ -38,7 +42,14 @@ def test_rounds_are_the_same_heads_rank_by_rank(heads: int, kv_heads: int, degre
     rounds = rounds_of(heads, kv_heads, degree, most)
     by_rank = tuple(share for rank in zip(*rounds, strict=True) for share in rank)
     assert heads_read(by_rank, heads, kv_heads) == list(range(heads))
-    assert len(rounds) == max(1, min(most, kv_heads // degree))
+    assert len(rounds) == max(1, min(most, kv_heads // degree, heads // degree // LEAST))
+
+
+@contextmanager
+def rounds_at_most(most: int) -> Iterator[None]:
+    """On the CPU too, and with rounds of a single head."""
+    with patch.dict(agreement.ROUNDS, cpu=most), patch.object(heads_of, "LEAST", 1):
+        yield
 
 
 @pytest.mark.parametrize("most", [2, 3])
@@ -47,13 +58,23 @@ def test_numbers_do_not_depend_on_rounds(most: int) -> None:
     seen = 0
     for seed in range(300):
         problem = draw(seed)
-        ulysses, ring = problem.degrees
-        if ring == 1 and problem.inputs.k.shape[2] >= 2 * ulysses:
-            with patch.dict(agreement.ROUNDS, cpu=most):
+        degree, ring = problem.degrees
+        if ring == 1 < degree and problem.inputs.k.shape[2] >= 2 * degree:
+            with rounds_at_most(most):
                 failed = failures(problem)
             assert not failed, (seed, str(problem), failed)
             seen += 1
     assert seen > 5
+
+
+def test_heads_joined_round_by_round_are_caught() -> None:
+    """Not rank by rank: every number is there, in another head."""
+    by_round = lambda parts, dim: torch.cat([piece for part in parts for piece in part], dim)
+    problem = build(Recipe(ulysses=2, q=(5, 4), kv_heads=4))
+    with rounds_at_most(2):
+        assert not failures(problem)
+        with patch.object(ulysses, "_by_rank", by_round):
+            assert failures(problem)
 
 
 def order_of_events(mesh: Rank) -> list[str]:
@@ -76,7 +97,7 @@ def order_of_events(mesh: Rank) -> list[str]:
 
 
 def test_exchanges_are_posted_before_what_hides_them() -> None:
-    with patch.dict(agreement.ROUNDS, cpu=2):
+    with rounds_at_most(2):
         for done in World(2).run(order_of_events):
             half = ["exchange", "exchange", "forward", "exchange", "forward", "exchange"]
             assert done == [*half, *("backward" if what == "forward" else what for what in half)]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, message
+from ._mixed import mixed
 
-_WORD = 2**64 - 1
 _turn = Lock()
 _nothing: AbstractContextManager[None] = nullcontext()
 
@@ -45,16 +45,7 @@ def kernel_state(rng: Tensor | None) -> int:
             )
         )
     assert rng is not None, "dropout without a random state"
-    seed, offset = rng.tolist()
-    return _mixed(_mixed(seed) + offset) >> 4 << 2
-
-
-def _mixed(x: int) -> int:
-    """SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits in which every bit reaches every other."""
-    x = (x + 0x9E3779B97F4A7C15) & _WORD
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _WORD
-    return x ^ x >> 31
+    return mixed(*rng.tolist()) >> 4 << 2
 
 
 @contextmanager

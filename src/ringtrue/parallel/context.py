@@ -141,7 +141,8 @@ class ContextParallel:
         q_lengths, k_lengths  tokens per context rank, as each rank passes them, both or neither. Nothing is then
                               exchanged before the call; this rank's sizes and mask are checked against the declaration;
                               dtype and wanted gradients are equal on all ranks by contract.
-        mask                  the kind of mask of a call that exchanges nothing; "rows_*": a tensor with these rows
+        mask                  the kind of mask of a call that exchanges nothing; "rows_*": a tensor mask with this
+                              rank's rows
         joint_prefix          the first so many tokens of q, k and v are the same on every rank, such as a text beside
                               its part of a video. They count once, in front of all others; out is equal there on all
                               ranks. A tensor mask has a row for each token here, and their columns once, in front.

@@ -32,6 +32,7 @@ class Share:
 
 
 Shares = tuple[Share, ...]
+LEAST = 3  # query heads of a rank in a round; fewer leave a GPU half idle: docs/verified/2026-11-30-1xH200-rounds.md
 
 
 def head_shares(heads: int, kv_heads: int, degree: int) -> Shares:
@@ -44,8 +45,8 @@ def head_shares(heads: int, kv_heads: int, degree: int) -> Shares:
 
 def rounds_of(heads: int, kv_heads: int, degree: int, most: int) -> tuple[Shares, ...]:
     """The same in up to `most` rounds, each with some of every rank's key heads: one is exchanged while another is
-    computed. One round where key heads are too few."""
-    rounds = max(1, min(most, kv_heads // degree))
+    computed. One round where heads are too few."""
+    rounds = max(1, min(most, kv_heads // degree, heads // degree // LEAST))
     if rounds == 1:
         return (head_shares(heads, kv_heads, degree),)
     group = heads // kv_heads

@@ -84,7 +84,7 @@ class Plan:
         return 1 if rows or self.config.ring_degree > 1 else self.most_rounds
 
     def numbers(self) -> tuple[int, ...]:
-        """What only all ranks together know, for `with_numbers`; as many numbers for every call of a context."""
+        """What only all ranks together know, for `agreement.again`; as many numbers for every call of a context."""
         kinds = (kind in self.key_kinds for kind in KEY_KINDS)
         return tuple(
             map(int, (*self.q_lengths, *self.k_lengths, self.mask_rows, *self.mask_shape, *kinds, *self.wanted))
