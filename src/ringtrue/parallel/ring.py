@@ -74,9 +74,9 @@ class _Ring:
         options: Options,
         _: Wanted,
     ) -> Grads:
-        wanted = self.wanted
-        bias = mask.bias if wanted.bias else None
-        dq, dk, dv, dbias = (None if x is None else _zeros(x) for x in (q, k, v, bias))
+        wanted, inputs = self.wanted, (q, k, v, mask.bias)
+        totals = [_zeros(x) if w and x is not None else None for x, w in zip(inputs, wanted, strict=True)]
+        dq, dk, dv, dbias = totals
         steps = iter(kept.part(saved, sum(len(self._blocks(owner, mask)) for owner in range(self.comm.size))))
         arriving: list[Pending[list[Tensor]]] = []
         for owner, keys, values in _travel(self.comm, self.schedule, k, v):
@@ -99,8 +99,8 @@ class _Ring:
                 arriving.append(self._contribute(owner, added.leaving(), k, v))
         for pending in arriving:
             _add(pending.wait(), dk, dv, wanted)
-        sums = zip((dq, dk, dv, dbias), (q, k, v, bias), wanted, strict=True)
-        return Grads(*(s.to(x.dtype) if w and s is not None and x is not None else None for s, x, w in sums))
+        sums = zip(totals, inputs, strict=True)
+        return Grads(*(None if total is None or x is None else total.to(x.dtype) for total, x in sums))
 
     def _blocks(self, owner: int, mask: Mask) -> tuple[Block, ...]:
         return self.schedule.blocks(self.comm.rank, owner, joined=all(x is None for x in mask.tensors))
