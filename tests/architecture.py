@@ -62,12 +62,18 @@ ARROWS: dict[str, frozenset[str]] = {
     - {"api", "backends", "edge", "faults", "native", "parallel", "prepared", "select", "together", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
-    "subjects": frozenset({"", "integrations"}),
+    "subjects": frozenset({"", "audit", "integrations"}),  # of the audit its seam alone, see SEAM
     "plants": frozenset({"contract"}),
     "bench": frozenset({"", "audit", "integrations", "subjects"}),
     "cli": frozenset({"", "audit", "bench", "integrations", "plants", "subjects"}),
 }
-DISTRIBUTED = ("parallel.comm", "cli.worker", "bench")  # modules (or packages) that may import torch.distributed
+SEAM = "audit.subject"  # all that subjects may import of the audit
+DISTRIBUTED = (
+    "parallel.comm",
+    "cli.worker",
+    "bench",
+    "subjects",
+)  # modules (or packages) that may import torch.distributed
 # units that may need more than the base install
 OPTIONAL = frozenset({"bench", "cli", "integrations", "merge_triton", "subjects"})
 BASE = frozenset({"torch", "jaxtyping"}) | sys.stdlib_module_names
@@ -162,6 +168,8 @@ def broken_arrows(tree: Tree) -> list[str]:
             shared = found.module == f"{PACKAGE}.backends" or found.target.rsplit(".", 1)[-1].startswith("_")
             if here == "backends" and not shared:
                 broken.append(f"{found}: no backend imports another")
+        elif (here, there) == ("subjects", "audit") and found.target != f"{PACKAGE}.{SEAM}":
+            broken.append(f"{found}: subjects may import only {SEAM} of the audit")
         elif there not in arrows and not ("" in arrows and there in public):
             broken.append(f"{found}: {here or PACKAGE} may not import {there or 'the public face'}")
         elif there == "" and found.name is not None and found.name not in public:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringtrue.audit.cases import CASES, case
+from ringtrue.audit.cases import CASES, MORE, case
 from ringtrue.audit.inputs import STORAGE, VALUES, Case, Inputs, build
 from ringtrue.audit.judge import truth_of
 from ringtrue.audit.patterns import DENSE, KEYS, SEGMENTS
@@ -70,7 +70,7 @@ def test_the_cases_cover_what_the_design_asks_for() -> None:
     assert {1, 5, 16, 33, 129} <= {c.q_len for c in squares}
     assert all(c.batch >= 2 for c in FULL)
     assert {c.storage for c in CASES} == set(STORAGE)
-    assert {c.values for c in CASES} == set(VALUES)
+    assert {c.values for c in (*CASES, *MORE)} == set(VALUES)
     patterns = {p.partition(":")[0].removesuffix("_input") for c in CASES for p in c.mask.split("+") if p}
     assert patterns == set(DENSE) | set(KEYS) | set(SEGMENTS)
     offsets = [(c.causal, c.k_len - c.q_len) for c in FULL if c.causal is not None]

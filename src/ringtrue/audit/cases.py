@@ -1,8 +1,9 @@
-"""The cases: what the contract tests judge every pair on, dtype by dtype, as far as its claims go."""
+"""The cases: what every pair and every subject of an audit is judged on, dtype by dtype, as far as its claims go."""
 
 from __future__ import annotations
 
 from .inputs import Case
+from .subject import Ranks
 
 LENGTHS = (
     *(Case(f"length-{s}", s, s) for s in (1, 5, 16, 33, 129)),
@@ -138,8 +139,67 @@ DEEPER = (
 CASES: tuple[Case, ...] = (
     *LENGTHS, *HEADS, *SCALES, *STORED, *DISTRIBUTIONS, *BOOLS, *FLOATS, *CAUSAL, *COMBINED, *PLACES, *DEEPER,
 )  # fmt: skip
+# larger ones, for a full audit alone
+SIZES = tuple(
+    Case(f"size-{s}-dim-{d}", s, s, heads=2, head_dim=d, batch=2)
+    for s, d in ((127, 64), (128, 64), (129, 64), (192, 128), (255, 128), (256, 40), (257, 72), (128, 256), (191, 80))
+)
+CROSSED = (
+    Case("size-causal-191-on-257", 191, 257, causal=0, head_dim=64, heads=2),
+    Case("size-bottom-right-127-on-256", 127, 256, causal=129, head_dim=64, heads=2),
+    Case("size-masked-193", 193, 193, mask="some:bqk", head_dim=64, heads=2),
+    Case("size-ragged-320", 320, 320, mask="keep_ragged", head_dim=64, heads=4, kv_heads=2),
+    Case("size-window-256", 256, 256, causal=0, since=-31, head_dim=64, heads=2),
+    Case("size-heads-outermost-130", 130, 130, head_dim=64, heads=2, storage="heads_outermost"),
+    Case("size-fused-256", 256, 256, head_dim=64, heads=2, storage="fused"),
+    Case("heads-equal-length-64", 16, 16, heads=16, head_dim=64),
+    Case("one-query-negative-scores", 1, 128, heads=1, head_dim=64, values="negative"),
+    Case("one-query-negative-scores-128", 1, 128, heads=4, head_dim=128, values="negative"),
+    Case("large-scores", 16, 16, heads=2, head_dim=64, values="large"),
+)
+SUBSETS = tuple(
+    Case(f"only-{wants}", 19, 23, wants=wants.replace("bias", "b").replace("none", ""), mask="float_input:hqk")
+    for wants in ("q", "k", "v", "qk", "qv", "kv", "bias", "vbias", "none")
+)
+MORE: tuple[Case, ...] = (*SIZES, *CROSSED, *SUBSETS)
+
+# calls of several processes; lengths that do not divide, heads that do not divide, and what only some can do
+PARALLEL: tuple[tuple[Case, Ranks], ...] = (
+    (Case("ulysses-2", 16, 16, heads=4), Ranks(ulysses=2)),
+    (Case("ring-2", 16, 16, heads=4), Ranks(ring=2)),
+    (Case("both-2-2", 32, 32, heads=4), Ranks(ulysses=2, ring=2)),
+    (Case("ring-4", 32, 32, heads=2), Ranks(ring=4)),
+    (Case("ulysses-2-heads-equal-length", 16, 16, heads=8), Ranks(ulysses=2)),
+    (Case("ulysses-2-gqa", 16, 16, heads=4, kv_heads=2), Ranks(ulysses=2)),
+    (Case("ring-2-gqa", 16, 16, heads=4, kv_heads=2), Ranks(ring=2)),
+    (Case("ulysses-2-causal", 16, 16, heads=4, causal=0), Ranks(ulysses=2)),
+    (Case("ring-2-causal", 16, 16, heads=4, causal=0), Ranks(ring=2)),
+    (Case("ring-2-cross", 12, 20, heads=4), Ranks(ring=2)),
+    (Case("ulysses-2-keep", 16, 16, heads=4, mask="keep_ragged"), Ranks(ulysses=2)),
+    (Case("ring-2-keep", 16, 16, heads=4, mask="keep_ragged"), Ranks(ring=2)),
+    (Case("ring-2-peaked", 32, 32, heads=4, values="peaked"), Ranks(ring=2)),
+    (Case("ulysses-2-scale", 16, 16, heads=4, scale=0.5), Ranks(ulysses=2)),
+    (Case("ring-2-scale", 16, 16, heads=4, scale=0.5), Ranks(ring=2)),
+    (Case("ring-2-dropout", 16, 16, heads=2, dropout=0.3), Ranks(ring=2)),
+    (Case("ulysses-2-dropout", 16, 16, heads=2, dropout=0.3), Ranks(ulysses=2)),
+    (Case("ulysses-2-lse", 16, 16, heads=4, grad_lse=True), Ranks(ulysses=2)),
+    (Case("ring-2-lse", 16, 16, heads=4, grad_lse=True), Ranks(ring=2)),
+    (Case("ulysses-2-uneven-heads", 16, 16, heads=3), Ranks(ulysses=2)),
+    (Case("ulysses-2-uneven", 9, 9, heads=4), Ranks(ulysses=2)),
+    (Case("ring-2-uneven", 9, 9, heads=4), Ranks(ring=2)),
+    (Case("ring-4-empty-shard", 10, 10, heads=2), Ranks(ring=4, lengths=(4, 0, 5, 1))),
+    (Case("ring-4-hidden", 16, 16, heads=2, mask="keep_blind"), Ranks(ring=4, lengths=(3, 2, 6, 5))),
+    (Case("ring-2-balanced-causal", 20, 20, heads=2, causal=0), Ranks(ring=2, balanced=True)),
+    (Case("both-2-2-balanced-keep", 20, 20, heads=4, mask="keep"), Ranks(ulysses=2, ring=2, balanced=True)),
+    (Case("ring-2-window", 24, 24, heads=2, causal=0, since=-5), Ranks(ring=2)),
+    (Case("ring-2-segments", 24, 24, heads=2, mask="documents"), Ranks(ring=2)),
+    (Case("ring-2-bias", 16, 16, heads=2, mask="bias"), Ranks(ring=2)),
+    (Case("both-2-2-prefix", 20, 20, heads=4), Ranks(ulysses=2, ring=2, prefix=4)),
+    (Case("ulysses-2-prefix-causal", 20, 20, heads=4, causal=0), Ranks(ulysses=2, prefix=4)),
+    (Case("ulysses-2-replicated", 14, 5, heads=4), Ranks(ulysses=2, replicated=True)),
+)  # fmt: skip
 
 
 def case(name: str) -> Case:
     """The case of that id."""
-    return next(c for c in CASES if c.id == name)
+    return next(c for c in (*CASES, *MORE) if c.id == name)

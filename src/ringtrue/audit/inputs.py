@@ -24,6 +24,7 @@ class Case:
 
     causal and since are the offsets of contract.Mask. splits=False: no merge over keys can be right, because an lse of
     -1e38 cannot hold the logarithm of their number, or because parts draw other dropout masks than the whole.
+    wants: which of q, k, v and the bias (b) require a gradient. seed: other numbers for the same case.
     """
 
     id: str
@@ -44,7 +45,14 @@ class Case:
     value_dim: int | None = None
     grad_lse: bool = False
     splits: bool = True
+    wants: str = "qkvb"
+    seed: int = 0
     dtype: torch.dtype = torch.float32
+
+    @property
+    def numbers(self) -> int:
+        """What its random numbers follow from."""
+        return zlib.crc32((f"{self.id}#{self.seed}" if self.seed else self.id).encode())
 
     @property
     def shape(self) -> Shape:
@@ -72,7 +80,7 @@ class Inputs:
 
 def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True) -> Inputs:
     """The tensors of a case. `dbias=False` leaves the gradient of a float mask out of what is wanted."""
-    draw = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+    draw = torch.Generator().manual_seed(case.numbers)
     kv_heads, value_dim = case.kv_heads or case.heads, case.value_dim or case.head_dim
     shapes = (
         (case.batch, case.q_len, case.heads, case.head_dim),
@@ -93,8 +101,13 @@ def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True)
         Options(scale=scale, softcap=case.softcap, dropout_p=case.dropout, return_lse=True),
         grad_out,
         None if grad_lse is None else grad_lse.to(device, accumulate_dtype(case.dtype)),
-        Wanted(True, True, True, dbias and mask.bias is not None),
-        rng=torch.tensor([zlib.crc32(case.id.encode()), 0]) if case.dropout else None,
+        Wanted(
+            "q" in case.wants,
+            "k" in case.wants,
+            "v" in case.wants,
+            dbias and mask.bias is not None and "b" in case.wants,
+        ),
+        rng=torch.tensor([case.numbers, 0]) if case.dropout else None,
     )
 
 
@@ -117,7 +130,26 @@ def heavy(*normal: Tensor) -> tuple[Tensor, ...]:
     return tuple((x * y.exp()).clamp(-30, 30) for x, y in zip(normal[:4], normal[4:], strict=True))
 
 
-VALUES: dict[str, Callable[..., tuple[Tensor, ...]]] = {"gaussian": gaussian, "peaked": peaked, "heavy": heavy}
+def negative(*normal: Tensor) -> tuple[Tensor, ...]:
+    """Every score near -128 before the default scale's spread: q and k point opposite ways (cudnn-frontend#1072)."""
+    q, k, v, grad_out = normal[:4]
+    size = math.sqrt(128 / math.sqrt(q.shape[3]))
+    return size * (1 + q / 16), -size * (1 + k / 16), v, grad_out
+
+
+def large(*normal: Tensor) -> tuple[Tensor, ...]:
+    """q k beyond float16's range before it is scaled, and near it after (pytorch#119320)."""
+    q, k, v, grad_out = normal[:4]
+    return 60 * q, 60 * k, v, grad_out
+
+
+VALUES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "gaussian": gaussian,
+    "peaked": peaked,
+    "heavy": heavy,
+    "negative": negative,
+    "large": large,
+}
 
 
 # Storage: the same numbers under other strides; what lies between them is NaN, so that reading it shows

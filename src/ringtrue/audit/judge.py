@@ -68,6 +68,32 @@ def judged(result: Quantities, inputs: Inputs) -> list[Verdict]:
     return judge(result, truth_of(inputs), yardstick(inputs), inputs)
 
 
+def judge_against(result: Quantities, expected: Quantities, inputs: Inputs, calls: int = 2) -> list[Verdict]:
+    """What two or more calls of one subject must agree on: `expected` by the others, with the rule's bounds.
+
+    Every one of the `calls` may be off by what a right one is, so the bounds are that many times the rule's.
+    """
+    right, yard = truth_of(inputs), yardstick(inputs)
+    scale = noise(right, inputs)
+    verdicts = []
+    for name, like in _expected(inputs).items():
+        x, other = getattr(result, name), getattr(expected, name)
+        if other is None:
+            continue
+        problem = _problem(x, like, other.double())
+        if problem:
+            verdicts.append(Verdict(name, ok=False, problem=problem))
+            continue
+        ref = getattr(right.values, name)
+        bounds = _measure(name, x, ref, getattr(yard, name, None), getattr(scale, name), RULE.floor[inputs.q.dtype])
+        finite = other.isfinite() & x.isfinite()
+        error_2, error_inf = _norms((x.double() - other.double()).masked_fill(~finite, 0.0))
+        bound_2, bound_inf = calls * bounds.bound_2, calls * bounds.bound_inf
+        ok = error_2 <= bound_2 and error_inf <= bound_inf
+        verdicts.append(Verdict(name, ok, error_2, bound_2, error_inf, bound_inf))
+    return verdicts
+
+
 def truth_of(inputs: Inputs) -> Truth:
     """The truth of one call."""
     x, options = inputs, inputs.options

@@ -58,6 +58,44 @@ def orders(
         yield [*plain[:: 1 if first else -1], own, outermost]
 
 
+# what a subject that is no pair can be put to: it may claim anything, and it cannot be given an `out`
+ANYTHING = Claims(
+    frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+    frozenset({"dense_bool", "dense_float", "window"}),
+    causal="offset",
+    softcap=True,
+    dropout=True,
+)
+
+
+def named_orders(dtype: torch.dtype) -> dict[str, tuple[int, Callable[[Inputs], Step], bool]]:
+    """Orders of a subject's own calls: name -> (its length, what makes the other call, whether that comes first)."""
+    others = [o for o in _others(ANYTHING, dtype) if o.func is not _out_stored]  # type: ignore[attr-defined]
+    slugs = [_slug(o) for o in others]
+    return {
+        f"{slug}-{'first' if first else 'second'}": (17 + 2 * i + first, other, first)
+        for i, (slug, other) in enumerate(zip(slugs, others, strict=True))
+        for first in (True, False)
+    }
+
+
+def named_order(name: str, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> list[Step]:
+    """The calls of the order of that name, on sizes of its own; several heads, head dim 64."""
+    length, other, first = named_orders(dtype)[name]
+    case = Case(f"order-{length}", length, length, heads=4, head_dim=64, dtype=dtype, seed=seed)
+    own = Step("the call", build(case, device))
+    return [other(own.inputs), own] if first else [own, other(own.inputs), own]
+
+
+def _slug(other: Any) -> str:
+    """Words for what a partial of `_others` changes."""
+    words = [other.func.__name__.strip("_")] if other.func in (_dropout,) else []
+    for value in other.keywords.values():
+        words.append(getattr(value, "__name__", str(value)).strip("_").removeprefix("torch."))
+    kept = [w for w in words if w not in ("False", "True")]
+    return "-".join([*(k for k in other.keywords if k in ("scale", "softcap")), *kept])
+
+
 def run(pair: OpPair, order: Sequence[Step]) -> list[tuple[str, list[Verdict]]]:
     """The verdicts on every call of an order, in its order; of torch's own there is none."""
     found = []

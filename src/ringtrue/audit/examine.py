@@ -1,0 +1,208 @@
+"""One check of one subject: from the question to the verdict. Runs in whatever process calls it; a crash is seen by
+whoever started that process (cli/audit).
+
+A 16-bit result that is beyond its bound by little may be so by chance: the largest of a few rounding errors is now and
+then more than twice that of another. So what is off by less than half is wrong only if one of two other sets of numbers
+for the same case is off as well; those that pass only so say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from . import order
+from .asked import call_of, revealed, run, within
+from .checks import Check
+from .inputs import Inputs, build
+from .judge import Verdict, judge, judged, truth_of
+from .laws import chunk_law, whole
+from .outcome import CLAIMED_BUT_REFUSED, CRASH, NOT_RUN, PASS, RAN_UNCLAIMED, REFUSED, WRONG, Outcome
+from .repeats import REPEATS
+from .subject import Subject
+from .symmetries import SYMMETRIES
+from .truth import Quantities
+from .yardstick import yardstick
+
+CHANCE = 1.5  # up to this share of the bound, in 16 bits, other numbers are asked before it is called wrong
+TRIES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a law found: verdicts, and the inputs and result that they are of, where there is one such."""
+
+    verdicts: list[Verdict]
+    inputs: Inputs | None = None
+    result: Quantities | None = None
+    told: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return all(v.ok for v in self.verdicts)
+
+    @property
+    def strain(self) -> float:
+        return max((v.strain for v in self.verdicts if not v.ok), default=0.0)
+
+
+Explain = Callable[[Subject, Check, Found], Outcome]
+
+
+def examine(subject: Subject, check: Check, device: torch.device | str = "cpu") -> Outcome:
+    """The verdict. Nothing a subject raises gets out; what ends the process does."""
+    outcome, _ = found_by(subject, check, device)
+    return outcome
+
+
+def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu") -> tuple[Outcome, Found | None]:
+    """The verdict, and what it was found on, for who wants to explain or shrink a wrong one."""
+    start = perf_counter()
+
+    def made(verdict: str, reason: str = "", found: Found | None = None) -> tuple[Outcome, Found | None]:
+        verdicts = () if found is None else tuple(found.verdicts)
+        return Outcome(subject.name, check.id, verdict, reason, verdicts, seconds=perf_counter() - start), found
+
+    missing = subject.unavailable()
+    if missing:
+        return made(NOT_RUN, missing)
+    inputs = within(subject.says, build(check.case, device))
+    against = subject.against(call_of(inputs, check.ranks))
+    try:
+        found = LAWS[check.law](subject, check, inputs)
+    except NotApplicableError as error:
+        return made(NOT_RUN, str(error))
+    except torch.OutOfMemoryError as error:
+        return made(NOT_RUN, f"out of memory: {_first_line(error)}")
+    except Exception as error:
+        if fatal(error):
+            return made(CRASH, f"{type(error).__name__}: {_first_line(error)}")
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        return made(REFUSED, f"{against} ({text})") if against else made(CLAIMED_BUT_REFUSED, text)
+    if found.ok:
+        return made(PASS, f"beyond its claims: {against}" if against else found.told, found)
+    if not against and _may_be_chance(check, found):
+        others = [_with_seed(subject, check, seed, device) for seed in range(1, TRIES + 1)]
+        if all(other.ok for other in others):
+            return made(PASS, f"off by {found.strain:.2f} x its bound on one of {TRIES + 1} sets of numbers", found)
+    return made(RAN_UNCLAIMED if against else WRONG, against or found.told, found)
+
+
+class NotApplicableError(Exception):
+    """A law that has nothing to ask of this subject; the text says why."""
+
+
+def fatal(error: Exception) -> bool:
+    """Whether the process is of no more use: CUDA errors stick."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""
+
+
+def _may_be_chance(check: Check, found: Found) -> bool:
+    return check.case.dtype in (torch.bfloat16, torch.float16) and found.strain <= CHANCE
+
+
+def _with_seed(subject: Subject, check: Check, more: int, device: torch.device | str) -> Found:
+    case = replace(check.case, seed=check.case.seed + 1000 * more)
+    return LAWS[check.law](subject, replace(check, case=case), within(subject.says, build(case, device)))
+
+
+# The laws
+
+
+def _call(subject: Subject, check: Check, inputs: Inputs) -> Found:
+    """The subject's answer against the truth; with dropout, the truth of the mask that it drew."""
+    if check.case.dropout:
+        inputs = replace(inputs, dropout=revealed(subject, inputs, check.ranks))
+        if problem := _too_little_dropped(inputs):
+            return Found([Verdict("dropout", ok=False, problem=problem)], inputs)
+    result = run(subject, inputs, check.ranks)
+    if inputs.dropout is None:
+        right, yard = _reference(check, inputs)
+        return Found(judge(result, right, yard, inputs), inputs, result)
+    return Found(judged(result, inputs), inputs, result)
+
+
+def _too_little_dropped(inputs: Inputs) -> str:
+    """A subject that takes dropout_p and drops nothing would be right by the mask it did not draw."""
+    assert inputs.dropout is not None
+    p, weights = inputs.options.dropout_p, inputs.dropout.numel()
+    share = float((inputs.dropout == 0).double().mean())
+    return f"dropout_p={p} dropped {share:.0%} of the weights" if weights > 500 and share < p / 2 else ""
+
+
+_references: dict[tuple[object, ...], tuple[object, object]] = {}
+
+
+def _reference(check: Check, inputs: Inputs):  # type: ignore[no-untyped-def]
+    """Truth and yardstick of a case: the same for all subjects that are asked the same of it."""
+    key = (check.case, str(inputs.q.device), inputs.wanted, inputs.grad_lse is None)
+    if key not in _references:
+        if len(_references) > 2000:
+            _references.clear()
+        _references[key] = truth_of(inputs), yardstick(inputs)
+    return _references[key]
+
+
+def _chunk(subject: Subject, check: Check, inputs: Inputs) -> Found:
+    """Parts of different lengths, one of them a single key and one of them empty."""
+    if subject.pair is None:
+        raise NotApplicableError("it has no op pair")
+    if against := subject.against(call_of(inputs)):  # a pair's functions trust their caller, who asks the claims first
+        raise NotApplicableError(against)
+    middle = check.case.k_len // 2
+    result = chunk_law(subject.pair, inputs, [min(1, middle), middle, middle])
+    right, yard = _reference(check, inputs)
+    return Found(judge(result, right, yard, inputs), inputs, result)
+
+
+def _order(subject: Subject, check: Check, inputs: Inputs) -> Found:
+    """Each call of the order judged; the first wrong one is what is found."""
+    steps = order.named_order(check.case.id, check.case.dtype, inputs.q.device, check.case.seed)
+    steps = [replace(step, inputs=within(subject.says, step.inputs)) for step in steps]
+    for step in steps:
+        against = subject.against(call_of(step.inputs))
+        if against:
+            raise NotApplicableError(f"{step.name}: {against}")
+    ran: list[str] = []
+    verdicts: list[Verdict] = []
+    for step in steps:
+        x = step.inputs
+        if x.options.dropout_p:
+            x = replace(x, dropout=revealed(subject, x))
+        result = whole(subject.pair, x, step.stored) if subject.pair is not None else run(subject, x)
+        verdicts = judged(result, x)
+        if not all(v.ok for v in verdicts):
+            return Found(
+                verdicts, x, result, f"{step.name}, after {' and '.join(ran)}" if ran else f"{step.name}, first"
+            )
+        ran.append(step.name)
+    return Found(verdicts)
+
+
+def _law(law: Callable[[Subject, Inputs], list[Verdict]]) -> Callable[[Subject, Check, Inputs], Found]:
+    def of(subject: Subject, check: Check, inputs: Inputs) -> Found:
+        against = subject.against(call_of(inputs))
+        if against:
+            raise NotApplicableError(against)
+        if inputs.options.dropout_p and law is not REPEATS["twice"]:
+            raise NotApplicableError("this law is for calls without dropout")
+        return Found(law(subject, inputs), inputs)
+
+    return of
+
+
+LAWS: dict[str, Callable[[Subject, Check, Inputs], Found]] = {
+    "call": _call,
+    "ranks": _call,
+    "chunk": _chunk,
+    "order": _order,
+    **{name: _law(law) for name, law in (*SYMMETRIES.items(), *REPEATS.items())},
+}

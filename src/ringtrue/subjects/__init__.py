@@ -1,0 +1,33 @@
+"""What can be audited. A subject is found by a name: "family", "family/which", or "package.module:function".
+
+A family is one module here, imported when it is asked for, whose `found(device)` gives its subjects; a library that is
+not installed, or of a release that nobody looked at, is a subject whose `unavailable` says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from ..audit.subject import Subject
+
+FAMILIES = {
+    "ours": "ringtrue's own backends and op pairs",
+}
+
+
+def found(name: str, device: str) -> list[Subject]:
+    """The subjects that a name means, at least one. ValueError where there is none: its text lists what there is."""
+    family, _, which = name.partition("/")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown subject {name!r}: {', '.join(FAMILIES)}, or package.module:function")
+    subjects = list(of_family(family, device))
+    chosen = [s for s in subjects if not which or s.name == name or s.name.startswith(f"{name}/")]
+    if not chosen:
+        raise ValueError(f"unknown subject {name!r} on {device}: {', '.join(s.name for s in subjects)}")
+    return chosen
+
+
+def of_family(family: str, device: str) -> Iterator[Subject]:
+    """Every subject of a family."""
+    yield from importlib.import_module(f"{__name__}.{family.replace('-', '_')}").found(device)
