@@ -13,10 +13,14 @@ import torch
 
 from .cases import CASES, MORE, PARALLEL, case
 from .inputs import Case
+from .order import named_orders
 from .subject import Ranks
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 GROUPS = ("smoke", "full", "parallel")
+TRUTH = tuple(  # what the truth is checked on by differences; rows at -3e38 hold no score for a difference to see
+    c for c in CASES if c.batch * c.heads * c.q_len * c.k_len < 20_000 and "lowest_rows" not in c.mask
+)
 # laws that ask more than one call of a subject: on which cases. What each says is in laws.py, symmetries.py, repeats.py
 LAWS: dict[str, tuple[str, ...]] = {
     "heads": ("length-33", "gqa", "bool-hqk", "float-hqk"),
@@ -49,13 +53,11 @@ def checks(
     only: str = "*",
     seed: int = 0,
     chunks: bool = False,
-    orders: Iterable[str] = (),
 ) -> list[Check]:
     """The checks of a group in the order they run, those whose id matches the pattern `only`.
 
     dtypes  which of "float32", "bfloat16", "float16", "float64"
     chunks  the subject has an op pair: its chunk law too
-    orders  names of the orders (order.py) that the subject can be put to
     """
     if group not in GROUPS:
         raise ValueError(f"group is one of {', '.join(GROUPS)}: {group!r}")
@@ -66,34 +68,40 @@ def checks(
     found = (
         replace(check, case=replace(check.case, dtype=DTYPES[dtype], seed=seed))
         for dtype in dtypes
-        for check in makers[group](dtype, chunks, tuple(orders))
+        for check in makers[group](dtype, chunks)
     )
     return [check for check in found if fnmatchcase(check.id, only)]
 
 
-def _smoke(dtype: str, chunks: bool, orders: tuple[str, ...]) -> Iterator[Check]:
+def _smoke(dtype: str, chunks: bool) -> Iterator[Check]:
     """Every small case in two dtypes, each law once: under a minute for all of a library on two cores."""
     if dtype in ("float32", "bfloat16"):
         yield from (Check(c) for c in CASES)
         yield from (Check(case(names[0]), law) for law, names in LAWS.items())
         if chunks:
             yield from (Check(c, "chunk") for c in CASES[::4] if c.splits)
-        yield from (Check(_order(name), "order") for name in orders[::4])
+        yield from (Check(_order(name), "order") for name in list(named_orders(DTYPES[dtype]))[::4])
 
 
-def _full(dtype: str, chunks: bool, orders: tuple[str, ...]) -> Iterator[Check]:
+def _full(dtype: str, chunks: bool) -> Iterator[Check]:
     """Everything on one process."""
     yield from (Check(c) for c in (*CASES, *MORE))
     yield from (Check(case(name), law) for law, names in LAWS.items() for name in names)
     if chunks:
         yield from (Check(c, "chunk") for c in CASES if c.splits)
     if dtype != "float64":
-        yield from (Check(_order(name), "order") for name in orders)
+        yield from (Check(_order(name), "order") for name in named_orders(DTYPES[dtype]))
 
 
-def _parallel(dtype: str, chunks: bool, orders: tuple[str, ...]) -> Iterator[Check]:
+def _parallel(dtype: str, chunks: bool) -> Iterator[Check]:
     if dtype in ("float32", "bfloat16"):
         yield from (Check(c, "ranks", Ranks(*ranks)) for c, ranks in PARALLEL)
+
+
+def of_the_truth(only: str = "*", seed: int = 0) -> list[Check]:
+    """The checks of the truth itself."""
+    found = (Check(replace(c, dtype=torch.float64, seed=seed), "truth") for c in TRUTH)
+    return [check for check in found if fnmatchcase(check.id, only)]
 
 
 def _order(name: str) -> Case:

@@ -17,6 +17,7 @@ import torch
 from . import order
 from .asked import call_of, revealed, run, within
 from .checks import Check
+from .differences import differences
 from .inputs import Inputs, build
 from .judge import Verdict, judge, judged, truth_of
 from .laws import chunk_law, whole
@@ -171,20 +172,24 @@ def _order(subject: Subject, check: Check, inputs: Inputs) -> Found:
         against = subject.against(call_of(step.inputs))
         if against:
             raise NotApplicableError(f"{step.name}: {against}")
-    ran: list[str] = []
-    verdicts: list[Verdict] = []
-    for step in steps:
-        x = step.inputs
-        if x.options.dropout_p:
-            x = replace(x, dropout=revealed(subject, x))
-        result = whole(subject.pair, x, step.stored) if subject.pair is not None else run(subject, x)
-        verdicts = judged(result, x)
-        if not all(v.ok for v in verdicts):
-            return Found(
-                verdicts, x, result, f"{step.name}, after {' and '.join(ran)}" if ran else f"{step.name}, first"
+    found = Found([])
+    for number, step in enumerate(steps):
+        found = _answer(subject, step)
+        if not found.ok:
+            ran = " and ".join(before.name for before in steps[:number])
+            return replace(
+                found, told=f"call {number + 1} of {len(steps)}, {step.name}, {f'after {ran}' if ran else 'first'}"
             )
-        ran.append(step.name)
-    return Found(verdicts)
+    return found
+
+
+def _answer(subject: Subject, step: order.Step) -> Found:
+    """One call of an order, judged."""
+    x = step.inputs
+    if x.options.dropout_p:
+        x = replace(x, dropout=revealed(subject, x))
+    result = whole(subject.pair, x, step.stored) if subject.pair is not None else run(subject, x)
+    return Found(judged(result, x), x, result)
 
 
 def _law(law: Callable[[Subject, Inputs], list[Verdict]]) -> Callable[[Subject, Check, Inputs], Found]:
@@ -199,10 +204,22 @@ def _law(law: Callable[[Subject, Inputs], list[Verdict]]) -> Callable[[Subject, 
     return of
 
 
+def _alone(number: int) -> Callable[[Subject, Check, Inputs], Found]:
+    """One call of an order without those before it: in a fresh process it tells what they did."""
+
+    def of(subject: Subject, check: Check, inputs: Inputs) -> Found:
+        steps = order.named_order(check.case.id, check.case.dtype, inputs.q.device, check.case.seed)
+        return _answer(subject, replace(steps[number], inputs=within(subject.says, steps[number].inputs)))
+
+    return of
+
+
 LAWS: dict[str, Callable[[Subject, Check, Inputs], Found]] = {
+    **{f"alone-{number}": _alone(number) for number in range(3)},
     "call": _call,
     "ranks": _call,
     "chunk": _chunk,
+    "truth": lambda subject, check, inputs: Found(differences(inputs)),
     "order": _order,
     **{name: _law(law) for name, law in (*SYMMETRIES.items(), *REPEATS.items())},
 }

@@ -66,6 +66,15 @@ class Call:
     def default_scale(self) -> bool:
         return self.scale == self.query.shape[3] ** -0.5
 
+    @property
+    def blind(self) -> bool:
+        """Whether some query may attend to no key at all."""
+        mask = self.dense(places=True)
+        if mask is None or not self.query.shape[1] or not self.key.shape[1]:
+            return False
+        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+        return not bool(seen.any(-1).all())
+
     def dense(self, *, places: bool = False) -> Tensor | None:
         """All parts of the mask as one tensor, (B|1, H|1, Sq|1, Sk|1), for those who take no other form.
 
@@ -159,6 +168,7 @@ class Says:
             ("a gradient of lse", self.lse_grad or call.grad_lse is None),
             ("a backward pass", self.backward or not call.wanted),
             ("the gradient of a mask", self.mask_grad or "bias" not in call.wanted),
+            ("rows that see nothing", self.blind or not call.blind),
             ("nothing to attend to", self.empty or bool(q.shape[0] and q.shape[1] and k.shape[1])),
             *((f"context parallelism: {need}", need in self.ranks) for need in _needs(call)),
         ]

@@ -8,6 +8,7 @@ import typer
 
 import ringtrue as rt
 
+from .audit.command import audit
 from .backends import backends
 from .bench import bench
 from .demo.command import demo
@@ -15,6 +16,7 @@ from .explain import explain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(audit)
 app.command()(backends)
 app.command()(explain)
 app.add_typer(bench, name="bench")

@@ -9,15 +9,29 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from ..audit.subject import Subject
+from ..audit.subject import Plain, Says, Subject
+from .function import function
 
 FAMILIES = {
     "ours": "ringtrue's own backends and op pairs",
 }
+TRUTH = Plain(
+    "truth",
+    lambda call: call.query,  # never asked: what is checked is the audit's own reference
+    Says(dtypes=frozenset({"float64"})),
+    "float64 eager attention, checked by finite differences",
+)
 
 
-def found(name: str, device: str) -> list[Subject]:
-    """The subjects that a name means, at least one. ValueError where there is none: its text lists what there is."""
+def found(name: str, device: str, *, layout: str = "bshd", claims: Says | None = None) -> list[Subject]:
+    """The subjects that a name means, at least one. ValueError where there is none: its text lists what there is.
+
+    layout, claims  of a function (function.py); a family knows its own
+    """
+    if name == TRUTH.name:
+        return [TRUTH]
+    if ":" in name:
+        return [function(name, layout, claims)]
     family, _, which = name.partition("/")
     if family not in FAMILIES:
         raise ValueError(f"unknown subject {name!r}: {', '.join(FAMILIES)}, or package.module:function")

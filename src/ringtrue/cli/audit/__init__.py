@@ -1,0 +1,1 @@
+"""`ringtrue audit`: the command, the processes it runs in, and what it shows."""

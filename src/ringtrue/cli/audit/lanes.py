@@ -1,0 +1,161 @@
+"""Runs checks in processes of their own, a few side by side: what ends a process is an outcome, not the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any
+
+from ...audit.checks import Check
+from ...audit.outcome import BAD, CRASH, Outcome
+from ..pool import Pool, Task, WorkerError
+from .tasks import Ask
+
+TASKS = "ringtrue.cli.audit.tasks"
+BATCH = 40  # checks that a lane takes at a time: enough to hide the exchange, few enough to end together
+PEERS = ("PeerError", "CommunicationError", "DistBackendError", "gloo", "Timed out", "timed out", "Connection")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Checks of one subject, in the order they run."""
+
+    ask: Ask
+    checks: tuple[Check, ...]
+
+
+OnOutcome = Callable[[Outcome], None]
+
+
+def audited(work: Sequence[Work], jobs: int, timeout: float, on_outcome: OnOutcome) -> list[Outcome]:
+    """The outcome of every check, in the order of `work`. `on_outcome` is told each as it comes, from any thread.
+
+    jobs      processes side by side; a check that is cut over ranks takes as many of its own, one check at a time
+    timeout   seconds without a word after which a process counts as hanging; the check it was at is a crash
+    """
+    told: dict[tuple[str, str], Outcome] = {}
+    lock = Lock()
+
+    def tell(outcome: Outcome) -> None:
+        with lock:
+            told[outcome.subject, outcome.check] = outcome
+            on_outcome(outcome)
+
+    queue: SimpleQueue[Work] = SimpleQueue()
+    cut: list[Work] = []
+    for one in work:
+        single = [c for c in one.checks if c.ranks.size == 1]
+        for start in range(0, len(single), BATCH):
+            queue.put(Work(one.ask, tuple(single[start : start + BATCH])))
+        cut.append(Work(one.ask, tuple(c for c in one.checks if c.ranks.size > 1)))
+    if not queue.empty():
+        with ThreadPoolExecutor(jobs) as lanes:
+            for done in [lanes.submit(_lane, queue, timeout, tell) for _ in range(jobs)]:
+                done.result()
+    for size in sorted({c.ranks.size for one in cut for c in one.checks}):
+        _in_ranks(size, [(w.ask, c) for w in cut for c in w.checks if c.ranks.size == size], timeout, tell)
+    return [told[w.ask.name, c.id] for w in work for c in w.checks]
+
+
+def _lane(queue: SimpleQueue[Work], timeout: float, tell: OnOutcome) -> None:
+    """One process at a time, replaced when it dies."""
+    pool: Pool | None = None
+    try:
+        for work in _taken(queue):
+            left = list(work.checks)
+            while left:
+                pool = pool or _started(1, work.ask.device, timeout)
+                left, alive = _batch(pool, Work(work.ask, tuple(left)), timeout, tell)
+                if not alive:
+                    pool.close()
+                    pool = None
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+def _taken(queue: SimpleQueue[Work]) -> Iterator[Work]:
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return
+
+
+def _started(size: int, device: str, timeout: float) -> Pool:
+    pool = Pool(size, TASKS, device, timeout)
+    pool.ready()
+    return pool
+
+
+def _batch(pool: Pool, work: Work, timeout: float, tell: OnOutcome) -> tuple[list[Check], bool]:
+    """Run checks until one ends the process: those that are left, and whether the process is still of use."""
+    got: list[Outcome] = []
+
+    def news(name: str, value: Any) -> None:
+        got.append(value)
+        check = work.checks[len(got) - 1]
+        if value.verdict in BAD and check.law == "order":
+            value = _against_alone(value, work.ask, check, timeout)
+        tell(value)
+
+    try:
+        pool.run([Task(work.ask.name, f"{TASKS}:examine_all", (work.ask, work.checks))], news)
+    except WorkerError as error:
+        if len(got) < len(work.checks):
+            tell(_crash(work.ask, work.checks[len(got)], str(error)))
+        return list(work.checks[len(got) + 1 :]), False
+    return [], not any(outcome.verdict == CRASH for outcome in got[-1:])
+
+
+def _crash(ask: Ask, check: Check, story: str) -> Outcome:
+    """What a process that is gone left behind: its exit code, or the last line of its traceback."""
+    lines = [line.strip() for line in story.splitlines() if line.strip()]
+    return Outcome(ask.name, check.id, CRASH, lines[-1][:300] if lines else "no word of why")
+
+
+def _against_alone(outcome: Outcome, ask: Ask, check: Check, timeout: float) -> Outcome:
+    """The wrong call of an order once more, in a process where nothing ran before it."""
+    place = re.match(r"call (\d) of", outcome.reason)
+    if place is None or place[1] == "1":
+        return outcome
+    number = int(place[1]) - 1
+    try:
+        with _started(1, ask.device, timeout) as pool:
+            ((right,),) = pool.run([Task("alone", f"{TASKS}:alone", (ask, check, number))])
+    except WorkerError:
+        return outcome
+    if not right:
+        return replace(outcome, diagnosis=outcome.diagnosis or "wrong alone in a fresh process too")
+    what, _, before = outcome.reason.partition(", after ")
+    return replace(
+        outcome,
+        diagnosis=f"right alone in a fresh process, wrong after {before}: something is kept between calls of the same"
+        f" sizes whose key leaves out what differs here ({what.partition(', ')[2]})",
+    )
+
+
+def _in_ranks(size: int, checks: list[tuple[Ask, Check]], timeout: float, tell: OnOutcome) -> None:
+    """Checks whose call is cut over `size` processes, one after the other."""
+    pool: Pool | None = None
+    for ask, check in checks:
+        pool = pool or _started(size, ask.device, timeout)
+        try:
+            (outcomes,) = pool.run([Task(check.id, f"{TASKS}:examine_in_ranks", (ask, check), size)])
+            tell(_of_ranks(outcomes))
+        except WorkerError as error:
+            tell(_crash(ask, check, str(error)))
+            pool.close()
+            pool = None
+    if pool is not None:
+        pool.close()
+
+
+def _of_ranks(outcomes: list[Outcome]) -> Outcome:
+    """The ranks judge the same sums; where they differ, one failed and the others heard of it: the first cause."""
+    causes = [o for o in outcomes if not any(word in o.reason for word in PEERS)]
+    return (causes or outcomes)[0]
