@@ -21,6 +21,7 @@ from .differences import differences
 from .inputs import Inputs, build
 from .judge import Verdict, judge, judged, truth_of
 from .laws import chunk_law, whole
+from .maps import maps_of
 from .outcome import CLAIMED_BUT_REFUSED, CRASH, NOT_RUN, PASS, RAN_UNCLAIMED, REFUSED, WRONG, Outcome
 from .repeats import REPEATS
 from .subject import Subject
@@ -50,9 +51,6 @@ class Found:
         return max((v.strain for v in self.verdicts if not v.ok), default=0.0)
 
 
-Explain = Callable[[Subject, Check, Found], Outcome]
-
-
 def examine(subject: Subject, check: Check, device: torch.device | str = "cpu") -> Outcome:
     """The verdict. Nothing a subject raises gets out; what ends the process does."""
     outcome, _ = found_by(subject, check, device)
@@ -64,8 +62,13 @@ def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu")
     start = perf_counter()
 
     def made(verdict: str, reason: str = "", found: Found | None = None) -> tuple[Outcome, Found | None]:
-        verdicts = () if found is None else tuple(found.verdicts)
-        return Outcome(subject.name, check.id, verdict, reason, verdicts, seconds=perf_counter() - start), found
+        outcome = Outcome(subject.name, check.id, verdict, reason, seconds=perf_counter() - start)
+        if found is None:
+            return outcome, None
+        outcome = replace(outcome, quantities=tuple(found.verdicts))
+        if outcome.bad and found.inputs is not None and found.result is not None:
+            outcome = replace(outcome, maps=maps_of(found.inputs, found.result, found.verdicts))
+        return outcome, found
 
     missing = subject.unavailable()
     if missing:

@@ -5,6 +5,7 @@ A subject is anything with the attributes of `Subject`. It plugs into the audit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -64,7 +65,7 @@ class Call:
 
     @property
     def default_scale(self) -> bool:
-        return self.scale == self.query.shape[3] ** -0.5
+        return math.isclose(self.scale, self.query.shape[3] ** -0.5, rel_tol=1e-12)
 
     @property
     def blind(self) -> bool:

@@ -1,0 +1,167 @@
+"""From a question to a verdict: every word of the list, each for its own reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringtrue.audit import examine as examining
+from ringtrue.audit.cases import case
+from ringtrue.audit.checks import Check
+from ringtrue.audit.examine import examine
+from ringtrue.audit.outcome import (
+    CLAIMED_BUT_REFUSED,
+    CRASH,
+    NOT_RUN,
+    NOTHING_RAN_CODE,
+    PASS,
+    RAN_UNCLAIMED,
+    REFUSED,
+    RIGHT_CODE,
+    WRONG,
+    WRONG_CODE,
+    Outcome,
+    exit_code,
+)
+from ringtrue.audit.subject import Call, Plain, Says
+
+ALL = Says(frozenset({"float32", "bfloat16"}), frozenset({"bool"}), "any", gqa=True, blind=True, dropout=True)
+
+
+def eager(call: Call) -> Tensor:
+    """A right one, for anything with a bool mask."""
+    k, v = (x.transpose(1, 2).repeat_interleave(call.group, 1) for x in (call.key, call.value))
+    scores = call.query.transpose(1, 2) @ k.mT * call.scale
+    mask = call.dense(places=True)
+    if mask is not None:
+        dead = ~mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~mask, -torch.inf).masked_fill(dead, 0.0)
+        weights = scores.softmax(-1).masked_fill(dead, 0.0)
+    else:
+        weights = scores.softmax(-1)
+    if call.dropout_p:
+        torch.manual_seed(int(call.rng[0]))  # type: ignore[index]
+        weights = torch.dropout(weights, call.dropout_p, True)
+    return (weights @ v).transpose(1, 2)
+
+
+RIGHT = Plain("right", eager, ALL)
+
+
+def verdict(subject: Plain, name: str, law: str = "call") -> str:
+    return examine(subject, Check(case(name), law)).verdict
+
+
+@pytest.mark.parametrize("name", ["length-33", "causal-wide", "bool-blind", "gqa", "dropout", "heads-outermost"])
+def test_a_right_one_passes(name: str) -> None:
+    outcome = examine(RIGHT, Check(case(name)))
+    assert outcome.verdict == PASS, outcome
+    assert 0 < outcome.strain <= 1
+    assert {v.quantity for v in outcome.quantities} == {"out", "dq", "dk", "dv"}
+
+
+def test_a_wrong_one_is_wrong_with_its_numbers_and_maps() -> None:
+    outcome = examine(replace(RIGHT, attend=lambda c: eager(c) * 1.01), Check(case("length-33")))
+    assert outcome.verdict == WRONG
+    assert not any(v.ok for v in outcome.quantities)
+    assert {m.quantity for m in outcome.maps} == {"out", "dq", "dk", "dv"}
+
+
+def test_what_is_not_claimed_may_be_refused() -> None:
+    def refuses(call: Call) -> Tensor:
+        if call.mask.dense is not None:
+            raise NotImplementedError("no masks here")
+        return eager(call)
+
+    modest = Plain("modest", refuses, replace(ALL, masks=frozenset()))
+    assert verdict(modest, "bool-qk") == REFUSED
+    assert verdict(Plain("boaster", refuses, ALL), "bool-qk") == CLAIMED_BUT_REFUSED
+    assert "no masks here" in examine(modest, Check(case("bool-qk"))).reason
+
+
+def test_an_argument_that_is_dropped_without_a_word() -> None:
+    def drops(call: Call) -> Tensor:
+        return eager(replace(call, mask=replace(call.mask, dense=None)))
+
+    assert verdict(Plain("drops", drops, replace(ALL, masks=frozenset())), "bool-qk") == RAN_UNCLAIMED
+    assert verdict(Plain("drops", drops, ALL), "bool-qk") == WRONG
+
+
+def test_dropout_that_drops_nothing_is_wrong() -> None:
+    outcome = examine(replace(RIGHT, attend=lambda c: eager(replace(c, dropout_p=0.0))), Check(case("dropout")))
+    assert outcome.verdict == WRONG
+    assert [v.quantity for v in outcome.quantities] == ["dropout"]
+
+
+def test_a_gradient_that_belongs_to_another_mask_is_wrong() -> None:
+    class Replayed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weights: Tensor, p: float) -> Tensor:  # type: ignore[no-untyped-def]
+            ctx.p = p
+            return torch.dropout(weights, p, True)
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+            return torch.dropout(grad, ctx.p, True), None
+
+    def attend(call: Call) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+        torch.manual_seed(int(call.rng[0]))  # type: ignore[index]
+        return (Replayed.apply((q @ k.mT * call.scale).softmax(-1), call.dropout_p) @ v).transpose(1, 2)
+
+    outcome = examine(replace(RIGHT, attend=attend), Check(case("dropout")))
+    assert outcome.verdict == WRONG
+    assert {v.quantity for v in outcome.quantities if not v.ok} == {"dq", "dk"}  # dv is of the mask that was drawn
+
+
+def test_a_process_that_is_lost_is_a_crash() -> None:
+    def dies(call: Call) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert verdict(Plain("dies", dies, ALL), "length-33") == CRASH
+
+
+def test_what_cannot_run_says_why() -> None:
+    gone = examine(Plain("gone", eager, ALL, missing="it is not installed"), Check(case("length-33")))
+    assert (gone.verdict, gone.reason) == (NOT_RUN, "it is not installed")
+    chunk = examine(RIGHT, Check(case("length-33"), "chunk"))
+    assert (chunk.verdict, chunk.reason) == (NOT_RUN, "it has no op pair")
+
+
+def test_more_than_is_claimed_and_right_is_a_pass_that_says_so() -> None:
+    outcome = examine(Plain("modest", eager, replace(ALL, gqa=False)), Check(case("gqa")))
+    assert outcome.verdict == PASS
+    assert "beyond its claims" in outcome.reason
+
+
+def test_sixteen_bit_results_off_by_chance_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set of numbers beyond its bound by little, two that are right: a pass that says so. Two beyond it: wrong."""
+    answers: list[float] = []
+
+    def attend(call: Call) -> Tensor:
+        return eager(replace(call, query=call.query.float(), key=call.key.float(), value=call.value.float())).to(
+            call.query.dtype
+        ) * (1 + answers.pop(0))
+
+    check = Check(replace(case("length-33"), dtype=torch.bfloat16))
+    subject = Plain("near", attend, ALL)
+    monkeypatch.setattr(examining, "CHANCE", 10.0)
+    answers[:] = [0.02, 0.0, 0.0]
+    assert examine(subject, check).verdict == PASS
+    answers[:] = [0.02, 0.0, 0.02]
+    assert examine(subject, check).verdict == WRONG
+    monkeypatch.setattr(examining, "CHANCE", 1.0)
+    answers[:] = [0.02]
+    assert examine(subject, check).verdict == WRONG
+
+
+def test_exit_codes() -> None:
+    def of(*verdicts: str) -> int:
+        return exit_code([Outcome("s", "c", v) for v in verdicts])
+
+    assert of(PASS, REFUSED, NOT_RUN) == RIGHT_CODE
+    assert {of(PASS, bad) for bad in (WRONG, CRASH, RAN_UNCLAIMED, CLAIMED_BUT_REFUSED)} == {WRONG_CODE}
+    assert of(REFUSED, NOT_RUN) == of() == NOTHING_RAN_CODE
