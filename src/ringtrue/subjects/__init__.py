@@ -14,7 +14,9 @@ from .function import function
 
 FAMILIES = {
     "ours": "ringtrue's own backends and op pairs",
+    "torch": "F.scaled_dot_product_attention: torch's choice, and each of its kernels alone",
 }
+MODULES = {"torch": "torch_sdpa"}  # where a family's module has another name
 TRUTH = Plain(
     "truth",
     lambda call: call.query,  # never asked: what is checked is the audit's own reference
@@ -44,4 +46,5 @@ def found(name: str, device: str, *, layout: str = "bshd", claims: Says | None =
 
 def of_family(family: str, device: str) -> Iterator[Subject]:
     """Every subject of a family."""
-    yield from importlib.import_module(f"{__name__}.{family.replace('-', '_')}").found(device)
+    module = MODULES.get(family, family.replace("-", "_"))
+    yield from importlib.import_module(f"{__name__}.{module}").found(device)
