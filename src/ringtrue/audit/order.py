@@ -81,10 +81,15 @@ def named_orders(dtype: torch.dtype) -> dict[str, tuple[int, Callable[[Inputs], 
 
 def named_order(name: str, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> list[Step]:
     """The calls of the order of that name, on sizes of its own; several heads, head dim 64."""
-    length, other, first = named_orders(dtype)[name]
-    case = Case(f"order-{length}", length, length, heads=4, head_dim=64, dtype=dtype, seed=seed)
-    own = Step("the call", build(case, device))
+    _, other, first = named_orders(dtype)[name]
+    own = Step("the call", build(base_case(name, dtype, seed), device))
     return [other(own.inputs), own] if first else [own, other(own.inputs), own]
+
+
+def base_case(name: str, dtype: torch.dtype, seed: int = 0) -> Case:
+    """What all calls of the order of that name are made of."""
+    length = named_orders(dtype)[name][0]
+    return Case(f"order-{length}", length, length, heads=4, head_dim=64, dtype=dtype, seed=seed)
 
 
 def _slug(other: Any) -> str:
