@@ -47,11 +47,9 @@ def audit(
     for name in dtype or ():
         one_of("--dtype", name, DTYPES)
     device_here(device)
-    path = (str(Path.cwd()), *_nothing())
-    sys.path[:0] = [p for p in path if p not in sys.path]
-    asked = [
-        (Ask(s.name, device, layout, None, path), s) for name in _some(subjects) for s in _found(name, device, layout)
-    ]
+    if (here := str(Path.cwd())) not in sys.path:  # for package.module:function; worker processes inherit the path
+        sys.path.insert(0, here)
+    asked = [(Ask(s.name, device, layout), s) for name in _some(subjects) for s in _found(name, device, layout)]
     checked = (Work(Ask(TRUTH.name, "cpu"), tuple(of_the_truth(only, seed))) for _ in range(group != "parallel"))
     work = [*checked, *(Work(ask, tuple(planned(s, group, dtype, only, seed))) for ask, s in asked)]
     if list_only:
@@ -81,10 +79,6 @@ def planned(subject: Subject, group: str, dtypes: Sequence[str] | None, only: st
         return own if subject.says.ranks else own[:1]
     others = checks("smoke", dtypes=[d for d in asked if d not in claimed], only=only, seed=seed)
     return [*own, *(check for check in others if check.id.startswith("call/length-33/"))]
-
-
-def _nothing() -> tuple[str, ...]:
-    return ()
 
 
 def _some(subjects: list[str] | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +18,15 @@ from ..worker import Job
 
 @dataclass(frozen=True)
 class Ask:
-    """How to find a subject again in another process. `path` is put before sys.path, for a module of the user's."""
+    """How to find a subject again in another process."""
 
     name: str
     device: str
     layout: str = "bshd"
     claims: Says | None = None
-    path: tuple[str, ...] = ()
 
     def subject(self) -> Subject:
         """The one subject of that name."""
-        sys.path[:0] = [p for p in self.path if p not in sys.path]
         chosen = found(self.name, self.device, layout=self.layout, claims=self.claims)
         return next((s for s in chosen if s.name == self.name), chosen[0])
 
