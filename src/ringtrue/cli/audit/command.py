@@ -12,11 +12,14 @@ import typer
 from rich.console import Console
 
 from ...audit.checks import DTYPES, GROUPS, Check, checks, of_the_truth
+from ...audit.junit import to_junit
 from ...audit.outcome import Outcome, Report
+from ...audit.record import to_json
 from ...audit.subject import Subject
+from ...bench.environment import environment
 from ...subjects import FAMILIES, TRUTH, found
 from ..options import device_here, one_of
-from ..output import say
+from ..output import say, writable
 from .lanes import Work, audited
 from .tasks import Ask
 
@@ -33,9 +36,11 @@ def audit(
     seed: Annotated[int, typer.Option(min=0, help="Other numbers for the same cases.")] = 0,
     dtype: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(DTYPES)}.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side; one on a GPU.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side, on a GPU too.")] = 2,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds of silence after which a check hangs.")] = SILENCE,
     layout: Annotated[str, typer.Option(help="Of package.module:function: bshd, bhsd or packed.")] = "bshd",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything measured, as JSON.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Show subjects and checks, run nothing.")] = False,
 ) -> None:
     """Prove or disprove anybody's attention: forward and backward against a float64 truth, and laws that need none.
@@ -43,6 +48,10 @@ def audit(
     Exit status: 0 all right, 1 something is wrong, 2 usage, 3 nothing ran.
     """
     console = Console()
+    writers = [
+        (writable(path, option), writer)
+        for path, option, writer in ((json, "--json", to_json), (junit, "--junit", to_junit))
+    ]
     one_of("--group", group, GROUPS)
     for name in dtype or ():
         one_of("--dtype", name, DTYPES)
@@ -63,9 +72,15 @@ def audit(
         if outcome.bad:
             say(console, f"[{len(done)}/{total}] {outcome.subject} {outcome.check}: {outcome.verdict} {outcome.reason}")
 
-    outcomes = audited(work, 1 if device == "cuda" else jobs, timeout, on_outcome)
+    outcomes = audited(work, jobs, timeout, on_outcome)
     about = {TRUTH.name: TRUTH.about} | {s.name: s.about for _, s in asked}
-    report = Report(tuple(outcomes), {}, about, " ".join(["ringtrue", *sys.argv[1:]]), perf_counter() - start)
+    report = Report(
+        tuple(outcomes), environment(device), about, " ".join(["ringtrue", *sys.argv[1:]]), perf_counter() - start
+    )
+    for file, writer in writers:
+        if file is not None:
+            file.write_text(writer(report), "utf-8")
+            say(console, f"written: {file}")
     _print(console, report)
     raise typer.Exit(report.exit_code)
 

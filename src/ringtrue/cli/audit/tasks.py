@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ class Ask:
 
 def examine_all(job: Job, ask: Ask, checks: Sequence[Check]) -> int:
     """Every check, in this order; each outcome is news. What ends the process is the check after the last news."""
+    warnings.simplefilter("ignore")  # why torch passes over a kernel is said once a kernel and helps nobody here
     torch.set_num_threads(1)  # the tensors are tiny, and the other cores have audits of their own
     subject = ask.subject()
     for check in checks:
