@@ -38,7 +38,7 @@ def examine_all(job: Job, ask: Ask, checks: Sequence[Check]) -> int:
     torch.set_num_threads(1)  # the tensors are tiny, and the other cores have audits of their own
     subject = ask.subject()
     for check in checks:
-        job.report(examine(subject, check, job.device))
+        job.report(examine(subject, check, ask.device))
     return len(checks)
 
 
@@ -89,4 +89,4 @@ class Summed:
 
 def alone(job: Job, ask: Ask, check: Check, number: int) -> bool:
     """Whether one call of an order is right when nothing ran before it in its process."""
-    return not examine(ask.subject(), replace(check, law=f"alone-{number}"), job.device).bad
+    return not examine(ask.subject(), replace(check, law=f"alone-{number}"), ask.device).bad
