@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,3 +81,8 @@ def test_poison_leaves_torch_as_it_was() -> None:
 
 def test_a_right_one_passes() -> None:
     assert {examine(RIGHT, Check(case("length-33"), law)).verdict for law in ("twice", "growth", "poison")} == {PASS}
+
+
+def test_who_is_not_deterministic_is_judged_by_the_mask_it_drew() -> None:
+    subject = Plain("s", eager, replace(ALL, deterministic=False))
+    assert examine(subject, Check(case("dropout"), "twice")).verdict == PASS

@@ -82,9 +82,9 @@ def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu")
     except torch.OutOfMemoryError as error:
         return made(NOT_RUN, f"out of memory: {_first_line(error)}")
     except Exception as error:
-        if fatal(error):
-            return made(CRASH, f"{type(error).__name__}: {_first_line(error)}")
         text = f"{type(error).__name__}: {_first_line(error)}"
+        if lost := fatal(error) or _device_lost(inputs.q.device):
+            return made(CRASH, text if lost is True else f"{text}, and then {lost}")
         return made(REFUSED, f"{against} ({text})") if against else made(CLAIMED_BUT_REFUSED, text)
     if found.ok:
         return made(PASS, f"beyond its claims: {against}" if against else found.told, found)
@@ -102,6 +102,17 @@ class NotApplicableError(Exception):
 def fatal(error: Exception) -> bool:
     """Whether the process is of no more use: CUDA errors stick."""
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+
+
+def _device_lost(device: torch.device) -> str:
+    """What a kernel that failed on its way leaves behind: errors of a GPU are told to whoever waits for it next."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        return _first_line(error)
+    return ""
 
 
 def _first_line(error: BaseException) -> str:

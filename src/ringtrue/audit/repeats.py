@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .asked import run
+from .asked import revealed, run
 from .inputs import Inputs
 from .judge import Verdict, judged
 from .subject import Subject
@@ -29,7 +29,8 @@ CALLS, BOUNDED = 6, 2  # in a row; what a bounded cache keeps of two of them is 
 def twice(subject: Subject, inputs: Inputs) -> list[Verdict]:
     first = run(subject, inputs)
     if not subject.says.deterministic:
-        return judged(run(subject, inputs), inputs)
+        drawn = revealed(subject, inputs) if inputs.options.dropout_p else None
+        return judged(run(subject, inputs), replace(inputs, dropout=drawn))
     found = []
     for _ in range(3):
         again = run(subject, inputs)

@@ -109,7 +109,7 @@ def _batch(pool: Pool, work: Work, timeout: float, tell: OnOutcome) -> tuple[lis
         if len(got) < len(work.checks):
             tell(_crash(work.ask, work.checks[len(got)], str(error)))
         return list(work.checks[len(got) + 1 :]), False
-    return [], not any(outcome.verdict == CRASH for outcome in got[-1:])
+    return list(work.checks[len(got) :]), got[-1].verdict != CRASH
 
 
 def _crash(ask: Ask, check: Check, story: str) -> Outcome:

@@ -11,7 +11,7 @@ import torch
 
 from ...audit.checks import Check
 from ...audit.examine import examine
-from ...audit.outcome import Outcome
+from ...audit.outcome import CRASH, Outcome
 from ...audit.subject import Call, Quantities, Says, Subject
 from ...subjects import found
 from ..worker import Job
@@ -33,12 +33,15 @@ class Ask:
 
 
 def examine_all(job: Job, ask: Ask, checks: Sequence[Check]) -> int:
-    """Every check, in this order; each outcome is news. What ends the process is the check after the last news."""
+    """Each check in this order, as news, until one leaves the process of no use: what ends it is the one after that."""
     warnings.simplefilter("ignore")  # why torch passes over a kernel is said once a kernel and helps nobody here
     torch.set_num_threads(1)  # the tensors are tiny, and the other cores have audits of their own
     subject = ask.subject()
-    for check in checks:
-        job.report(examine(subject, check, ask.device))
+    for number, check in enumerate(checks, 1):
+        outcome = examine(subject, check, ask.device)
+        job.report(outcome)
+        if outcome.verdict == CRASH:
+            return number
     return len(checks)
 
 
