@@ -197,6 +197,10 @@ PARALLEL: tuple[tuple[Case, Ranks], ...] = (
     (Case("both-2-2-prefix", 20, 20, heads=4), Ranks(ulysses=2, ring=2, prefix=4)),
     (Case("ulysses-2-prefix-causal", 20, 20, heads=4, causal=0), Ranks(ulysses=2, prefix=4)),
     (Case("ulysses-2-replicated", 14, 5, heads=4), Ranks(ulysses=2, replicated=True)),
+    (Case("ulysses-2-cross", 12, 20, heads=4), Ranks(ulysses=2)),
+    (Case("ulysses-2-forward", 9, 9, heads=4, wants=""), Ranks(ulysses=2)),
+    (Case("ring-2-forward", 9, 9, heads=4, wants=""), Ranks(ring=2)),
+    (Case("both-2-2-forward", 16, 16, heads=4, wants=""), Ranks(ulysses=2, ring=2)),
 )  # fmt: skip
 
 

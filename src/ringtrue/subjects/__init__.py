@@ -15,6 +15,7 @@ from .function import function
 FAMILIES = {
     "ours": "ringtrue's own backends and op pairs",
     "torch": "F.scaled_dot_product_attention: torch's choice, and each of its kernels alone",
+    "diffusers": "diffusers' dispatcher and op pairs, alone and under its context parallelism",
 }
 MODULES = {"torch": "torch_sdpa"}  # where a family's module has another name
 TRUTH = Plain(

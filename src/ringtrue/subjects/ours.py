@@ -207,6 +207,7 @@ def in_ranks(backend: str, call: Call) -> Quantities:
     if call.grad_lse is not None:
         outputs, upstream = [out, lse], [*upstream, call.grad_lse * first]
     names = [n for n in ("query", "key", "value", "bias") if n in call.wanted]
-    grads = dict(zip(names, torch.autograd.grad(outputs, [leaves[n] for n in names], upstream), strict=True))
+    found = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream) if names else ()
+    grads = dict(zip(names, found, strict=True))
     ends = (out, lse) if cp.rank == 0 else (torch.zeros_like(out), torch.zeros_like(lse))
     return Quantities(*(x.detach() for x in ends), *(grads.get(n) for n in ("query", "key", "value", "bias")))
