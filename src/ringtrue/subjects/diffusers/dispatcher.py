@@ -12,7 +12,7 @@ from torch import Tensor
 from ...audit.subject import Call, Plain, Quantities, Says, Subject, through_autograd
 from .._torch_calls import given, other_dtype, seeded, unsupported
 from . import parallel
-from .stand_in import STANDS_IN, standing_in, within_stand_in
+from .stand_in import STANDS_IN, beyond, standing_in, within_stand_in
 
 HALVES = frozenset({"bfloat16", "float16"})
 ALL = HALVES | {"float32", "float64"}
@@ -63,17 +63,20 @@ def found(device: str, about: str) -> Iterator[Subject]:
         if known is None:
             yield Plain(name, _refuse, about=about, missing=missing)
             continue
-        yield Dispatched(name, backend, known, about, missing)
-        if not known.ranks:
-            continue
-        if backend.value != "native":  # which has no lse to give
-            yield Dispatched(f"{name}/lse", backend, known, about, missing, lse=True)
-        if hasattr(theirs, "TemplatedUlyssesAnythingAttention"):
-            yield Dispatched(f"{name}/anything", backend, known, about, missing, anything=True)
-        if device == "cpu" and backend.value in STANDS_IN:
-            told = f"{about}; {STANDS_IN[backend.value]}"
-            yield Dispatched(f"{name}/stand-in", backend, known, told, stand_in=True)
-            yield Dispatched(f"{name}/lse/stand-in", backend, known, told, lse=True, stand_in=True)
+        stand_in = device == "cpu" and backend.value in STANDS_IN
+        yield Dispatched(name, backend, replace(known, ranks=frozenset()) if stand_in else known, about, missing)
+        if stand_in:
+            yield Dispatched(f"{name}/stand-in", backend, known, told(about, backend), stand_in=True)
+        end, text, why = ("/stand-in", told(about, backend), "") if stand_in else ("", about, missing)
+        if known.ranks and backend.value != "native":  # which has no lse to give
+            yield Dispatched(f"{name}/lse{end}", backend, known, text, why, lse=True, stand_in=stand_in)
+        if known.ranks:
+            yield Dispatched(f"{name}/anything{end}", backend, known, text, why, anything=True, stand_in=stand_in)
+
+
+def told(about: str, backend: Any) -> str:
+    """What is said of a variant with a stand-in."""
+    return f"{about}; {STANDS_IN[backend.value]}"
 
 
 def missing_for(backend: Any, known: Known | None, device: str) -> str:
@@ -123,6 +126,7 @@ class Dispatched(Plain):
             limits.append("return_lse, anything or a stand-in without context parallelism" if self._only_ranks else "")
         else:
             limits += self._under_context_parallelism(call)
+            limits.append(beyond(call.dense()) if self.stand_in else "")
         return "; ".join(filter(None, limits))
 
     @property
@@ -174,15 +178,17 @@ class Dispatched(Plain):
         return through_autograd(self.attend, call)
 
     def lines(self, call: Call) -> str:
+        if self._only_ranks:
+            return ""
+        kinds = call.mask.kinds - PLACES
+        keys = next(iter(kinds)) if self.flat and len(kinds) == 1 and kinds <= {"key_keep", "key_bias"} else "attn_mask"
         extra = given(
             [
-                ("attn_mask=attn_mask", bool(call.mask.kinds - PLACES)),
+                (f"attn_mask={keys}", bool(kinds)),
                 ("is_causal=True", call.mask.causal is not None),
                 (f"scale={call.scale!r}", not call.default_scale),
                 (f"dropout_p={call.dropout_p}", bool(call.dropout_p)),
                 ("enable_gqa=True", call.group > 1),
-                ("attention_kwargs={'return_lse': True}", self.says.lse),
-                ("parallel_config=config", call.ranks.size > 1),
             ]
         )
         return (

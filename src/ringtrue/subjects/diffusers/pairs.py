@@ -18,7 +18,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from torch import Tensor
 
 from ...audit.subject import Call, Plain, Says, Subject, through_autograd
-from .._torch_calls import other_dtype, seeded
+from .._torch_calls import given, other_dtype, seeded
 from .dispatcher import KNOWN, PLACES, arguments, expressible, missing_for
 from .stand_in import STANDS_IN, beyond, standing_in, within_stand_in
 
@@ -91,13 +91,12 @@ class Pair(Plain):
             raise NotImplementedError("the op says nothing of causal with another number of keys")
         seeded(call)
         query, key, value, attn_mask = arguments(call)
-        ops = tuple(getattr(theirs, f"_{self.stem}_{way}_op") for way in ("forward", "backward"))
         options = {
             "attn_mask": attn_mask, "dropout_p": call.dropout_p, "is_causal": call.mask.causal is not None,
             "scale": None if call.default_scale else call.scale, "enable_gqa": call.group > 1,
             "return_lse": self.says.lse, "_parallel_config": config(),
         }  # fmt: skip
-        out, lse = _ThroughCtx.apply(query, key, value, ops, options, self.stand_in)
+        out, lse = _ThroughCtx.apply(query, key, value, self._ops(), options, self.stand_in)
         return out, None if lse is None else lse.squeeze(-1) if lse.dim() == 4 else lse.transpose(1, 2)
 
     def run(self, call: Call) -> Any:
@@ -106,12 +105,66 @@ class Pair(Plain):
         return through_autograd(self.attend, call)
 
     def lines(self, call: Call) -> str:
-        return (
-            "from diffusers.models import attention_dispatch\n"
-            f"# attention_dispatch._{self.stem}_forward_op(ctx, query, key, value, ...) in the forward of a\n"
-            f"# torch.autograd.Function, attention_dispatch._{self.stem}_backward_op(ctx, grad_out) in its\n"
-            "# backward, as TemplatedUlyssesAttention has them"
+        if self.stand_in:
+            return ""
+        options = given(
+            [
+                ("attn_mask=attn_mask", bool(call.mask.kinds - PLACES)),
+                (f"dropout_p={call.dropout_p}", bool(call.dropout_p)),
+                ("is_causal=True", call.mask.causal is not None),
+                (f"scale={call.scale!r}", not call.default_scale),
+                ("enable_gqa=True", call.group > 1),
+                ("return_lse=True", self.says.lse),
+            ]
         )
+        again = ", **ctx.inputs" if self.says.lse and _takes(self._ops()[1], "lse") else ""
+        return (LINES_LSE if self.says.lse else LINES).format(stem=self.stem, options=options, again=again)
+
+    def _ops(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        forward, backward = (getattr(theirs, f"_{self.stem}_{way}_op") for way in ("forward", "backward"))
+        return forward, backward
+
+
+LINES = """\
+from types import SimpleNamespace
+import torch
+from diffusers.models import attention_dispatch
+
+class Pair(torch.autograd.Function):  # as TemplatedUlyssesAttention calls the two ops
+    @staticmethod
+    def forward(ctx, *inputs):
+        config = SimpleNamespace(context_parallel_config=SimpleNamespace(_world_size=2))
+        given = [x.detach() for x in inputs]
+        return attention_dispatch._{stem}_forward_op(ctx, *given{options}, _save_ctx=True, _parallel_config=config)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return attention_dispatch._{stem}_backward_op(ctx, grad_out)[:3]
+
+out = Pair.apply(query, key, value)"""
+LINES_LSE = """\
+from types import SimpleNamespace
+import torch
+from diffusers.models import attention_dispatch
+
+class Pair(torch.autograd.Function):  # as TemplatedRingAttention calls the two ops
+    @staticmethod
+    def forward(ctx, *inputs):
+        config = SimpleNamespace(context_parallel_config=SimpleNamespace(_world_size=2))
+        given = [x.detach() for x in inputs]
+        out, lse = attention_dispatch._{stem}_forward_op(
+            ctx, *given{options}, _save_ctx=True, _parallel_config=config
+        )
+        ctx.inputs = dict(zip(("query", "key", "value", "out", "lse"), (*given, out.detach(), lse)))
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        return attention_dispatch._{stem}_backward_op(ctx, grad_out{again})[:3]
+
+out, lse = Pair.apply(query, key, value)
+lse = lse.squeeze(-1) if lse.dim() == 4 else lse.transpose(1, 2)"""
 
 
 def config() -> Any:
@@ -125,12 +178,12 @@ class _ThroughCtx(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ops: Any, options: Any, stand_in: str) -> Any:
         ctx.ops, ctx.stand_in, ctx.lse, ctx.inputs = ops, stand_in, options["return_lse"], None
-        given = [x.detach() for x in (query, key, value)]
+        handed = [x.detach() for x in (query, key, value)]
         with standing_in(stand_in):
-            result = ops[0](ctx, *given, _save_ctx=True, **options)
+            result = ops[0](ctx, *handed, _save_ctx=True, **options)
         out, lse = result if ctx.lse else (result, None)
         if ctx.lse and _takes(ops[1], "lse"):
-            ctx.inputs = dict(zip(("query", "key", "value", "out", "lse"), (*given, out.detach(), lse), strict=True))
+            ctx.inputs = dict(zip(("query", "key", "value", "out", "lse"), (*handed, out.detach(), lse), strict=True))
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
