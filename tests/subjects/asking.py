@@ -27,6 +27,9 @@ def told(subject: Subject, asked: Call) -> Tensor:
         "key": asked.key,
         "value": asked.value,
         "attn_mask": asked.dense(places=True),
+        **{n: getattr(asked.mask, n) for n in ("dense", "key_keep", "key_bias", "q_segments", "k_segments")},
     }
+    if asked.rng is not None:
+        torch.manual_seed(int(asked.rng[0]))
     exec(subject.source(asked), names)
     return names["out"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..contract import Wanted
 from .inputs import Inputs
 from .subject import Call, Ranks, Says, Subject
 from .truth import Quantities
@@ -26,8 +27,11 @@ def call_of(inputs: Inputs, ranks: Ranks = Ranks()) -> Call:  # a NamedTuple, fi
 def within(says: Says, inputs: Inputs) -> Inputs:
     """What of a case is asked of a subject: no lse and no gradient of a mask from one that has none to give.
 
-    That a subject gives neither is no refusal: torch's own attention returns no lse, and few kernels give dbias."""
+    That a subject gives neither is no refusal: torch's own attention returns no lse, and few kernels give dbias. One
+    without a backward is asked for out alone, but where the case is about which gradients are wanted."""
     wanted = inputs.wanted._replace(bias=inputs.wanted.bias and says.mask_grad)
+    if not says.backward and all(wanted[:3]):
+        wanted = Wanted(False, False, False)
     options = replace(inputs.options, return_lse=says.lse)
     grad_lse = inputs.grad_lse if says.lse_grad else None
     return replace(inputs, wanted=wanted, options=options, grad_lse=grad_lse)

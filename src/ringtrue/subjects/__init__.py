@@ -16,6 +16,9 @@ FAMILIES = {
     "ours": "ringtrue's own backends and op pairs",
     "torch": "F.scaled_dot_product_attention: torch's choice, and each of its kernels alone",
     "diffusers": "diffusers' dispatcher and op pairs, alone and under its context parallelism",
+    "flex": "torch's flex_attention, as it is and compiled",
+    "transformers": "transformers' attention functions: eager ones and all that are registered",
+    "xformers": "xformers' memory_efficient_attention: its choice, and each pair of operators",
 }
 MODULES = {"torch": "torch_sdpa"}  # where a family's module has another name
 TRUTH = Plain(

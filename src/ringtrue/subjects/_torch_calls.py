@@ -50,6 +50,6 @@ def seeded(call: Call) -> None:
         torch.manual_seed(int(call.rng[0]))
 
 
-def given(pairs: Iterable[tuple[str, bool]]) -> str:
+def given(pairs: Iterable[tuple[str, bool]], before: str = ", ") -> str:
     """The arguments of a call that are there, as they are written: ", a=1, b=2"."""
-    return "".join(f", {text}" for text, there in pairs if there)
+    return "".join(f"{before}{text}" for text, there in pairs if there)

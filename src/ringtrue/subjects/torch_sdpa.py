@@ -122,8 +122,7 @@ class Sdpa(Plain):
         attend = f"out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)){arguments})"
         if backend is not None:
             attend = f"with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.{backend.name}):\n    {attend}"
-        seed = f"torch.manual_seed({int(call.rng[0])})\n" if call.rng is not None else ""
-        return f"import torch\nimport torch.nn.functional as F\n{seed}{attend}\nout = out.transpose(1, 2)"
+        return f"import torch\nimport torch.nn.functional as F\n{attend}\nout = out.transpose(1, 2)"
 
 
 def by_flag(call: Call) -> bool:
