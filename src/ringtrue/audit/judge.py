@@ -52,7 +52,7 @@ def judge(result: Quantities, truth: Truth, yard: Quantities | None, inputs: Inp
     """
     scale = noise(truth, inputs)
     verdicts = []
-    for name, like in _expected(inputs).items():
+    for name, like in expected_of(inputs).items():
         x, ref = getattr(result, name), getattr(truth.values, name)
         other = None if yard is None else getattr(yard, name)
         problem = _problem(x, like, ref)
@@ -76,7 +76,7 @@ def judge_against(result: Quantities, expected: Quantities, inputs: Inputs, call
     right, yard = truth_of(inputs), yardstick(inputs)
     scale = noise(right, inputs)
     verdicts = []
-    for name, like in _expected(inputs).items():
+    for name, like in expected_of(inputs).items():
         x, other = getattr(result, name), getattr(expected, name)
         if other is None:
             continue
@@ -87,7 +87,7 @@ def judge_against(result: Quantities, expected: Quantities, inputs: Inputs, call
         ref = getattr(right.values, name)
         bounds = _measure(name, x, ref, getattr(yard, name, None), getattr(scale, name), RULE.floor[inputs.q.dtype])
         finite = other.isfinite() & x.isfinite()
-        error_2, error_inf = _norms((x.double() - other.double()).masked_fill(~finite, 0.0))
+        error_2, error_inf = norms((x.double() - other.double()).masked_fill(~finite, 0.0))
         bound_2, bound_inf = calls * bounds.bound_2, calls * bounds.bound_inf
         ok = error_2 <= bound_2 and error_inf <= bound_inf
         verdicts.append(Verdict(name, ok, error_2, bound_2, error_inf, bound_inf))
@@ -109,7 +109,7 @@ def relative_errors(result: Quantities, truth: Truth) -> dict[str, float]:
     return errors
 
 
-def _expected(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def expected_of(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of everything that was asked for."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.mask.bias
     expected = {"out": (inputs.grad_out.shape, q.dtype)}
@@ -138,16 +138,16 @@ def _problem(x: Tensor | None, like: tuple[torch.Size, torch.dtype], ref: Tensor
 def _measure(name: str, x: Tensor, ref: Tensor, yard: Tensor | None, scale: Tensor | None, floor: float) -> Verdict:
     finite = ref.isfinite()  # equal infinities are at no distance
     ref = ref.masked_fill(~finite, 0.0)
-    error_2, error_inf = _norms(x.double().masked_fill(~finite, 0.0) - ref)
-    ref_2, ref_inf = _norms(ref)
-    yard_2, yard_inf = (0.0, 0.0) if yard is None else _norms(yard.double().masked_fill(~finite, 0.0) - ref)
-    noise_2, noise_inf = (0.0, 0.0) if scale is None else _norms(scale)
+    error_2, error_inf = norms(x.double().masked_fill(~finite, 0.0) - ref)
+    ref_2, ref_inf = norms(ref)
+    yard_2, yard_inf = (0.0, 0.0) if yard is None else norms(yard.double().masked_fill(~finite, 0.0) - ref)
+    noise_2, noise_inf = (0.0, 0.0) if scale is None else norms(scale)
     bound_2 = max(RULE.yard_2 * yard_2 + floor * ref_2, RULE.noise_2 * noise_2)
     bound_inf = max(RULE.yard_inf * yard_inf + floor * ref_inf, RULE.noise_inf * noise_inf)
     ok = error_2 <= bound_2 and error_inf <= bound_inf
     return Verdict(name, ok, error_2, bound_2, error_inf, bound_inf)
 
 
-def _norms(x: Tensor) -> tuple[float, float]:
+def norms(x: Tensor) -> tuple[float, float]:
     """The 2-norm and the largest magnitude; 0 and 0 of nothing."""
     return (float(x.norm()), float(x.abs().max())) if x.numel() else (0.0, 0.0)
