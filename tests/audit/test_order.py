@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringtrue.audit.order import Step, orders, run
+from ringtrue.audit.order import Step, differing, named_order, named_orders, orders, run
 from ringtrue.contract import Claims, ForwardOut, Grads, OpPair
 
 LITTLE = Claims(frozenset({torch.float32}))
@@ -57,3 +57,15 @@ def test_every_call_but_torchs_is_judged() -> None:
     found = run(wrong, order)
     assert [name for name, _ in found] == ["a call", "grad_out outermost"]
     assert not any(v.ok for _, verdicts in found for v in verdicts)
+
+
+def test_every_named_order_says_in_what_its_calls_differ() -> None:
+    found = {name: differing(name) for name in named_orders(torch.bfloat16)}
+    assert found["grad_out-outermost-second"] == "the strides of grad_out"
+    assert found["float32-first"] == "the dtype"
+    assert set(found.values()) == {
+        *(f"the strides of {x}" for x in ("q", "k", "v", "grad_out", "its tensors")),
+        *(f"the {x}" for x in ("dtype", "scale", "softcap", "mask", "random state")),
+    }
+    sizes = [named_order(name, torch.bfloat16, "cpu")[0].inputs.q.shape for name in found]
+    assert len(set(sizes)) == len(sizes)

@@ -24,6 +24,7 @@ from .laws import chunk_law, whole
 from .maps import maps_of
 from .outcome import CLAIMED_BUT_REFUSED, CRASH, NOT_RUN, PASS, RAN_UNCLAIMED, REFUSED, WRONG, Outcome
 from .repeats import REPEATS
+from .snippet import snippet_of
 from .subject import Subject
 from .symmetries import SYMMETRIES
 from .truth import Quantities
@@ -67,7 +68,8 @@ def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu")
             return outcome, None
         outcome = replace(outcome, quantities=tuple(found.verdicts))
         if outcome.bad and found.inputs is not None and found.result is not None:
-            outcome = replace(outcome, maps=maps_of(found.inputs, found.result, found.verdicts))
+            snippet = snippet_of(subject, check, found.inputs)
+            outcome = replace(outcome, maps=maps_of(found.inputs, found.result, found.verdicts), snippet=snippet)
         return outcome, found
 
     missing = subject.unavailable()

@@ -92,6 +92,19 @@ def base_case(name: str, dtype: torch.dtype, seed: int = 0) -> Case:
     return Case(f"order-{length}", length, length, heads=4, head_dim=64, dtype=dtype, seed=seed)
 
 
+def differing(name: str) -> str:
+    """In what the other call of the order of that name differs from the call itself, in words."""
+    what = name.removesuffix("-first").removesuffix("-second")
+    whose, _, how = what.rpartition("-")
+    if how in ("outermost", "misaligned"):
+        return f"the strides of {whose}"
+    if what in ("expanded", "inner_strided", "heads_outermost"):
+        return "the strides of its tensors"
+    words = {"dense": "the mask", "causal": "the mask", "window": "the mask", "dropout": "the random state"}
+    words |= {"scale": "the scale", "softcap": "the softcap", "bfloat": "the dtype", "float": "the dtype"}
+    return next((words[word] for word in words if what.startswith(word)), what)
+
+
 def _slug(other: Any) -> str:
     """Words for what a partial of `_others` changes."""
     words = [other.func.__name__.strip("_")] if other.func in (_dropout,) else []

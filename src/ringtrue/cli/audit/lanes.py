@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from ...audit.checks import Check
+from ...audit.order import differing
 from ...audit.outcome import BAD, CRASH, Outcome
 from ..pool import Pool, Task, WorkerError
 from .tasks import Ask
@@ -131,12 +132,29 @@ def _against_alone(outcome: Outcome, ask: Ask, check: Check, timeout: float) -> 
         return outcome
     if not right:
         return replace(outcome, diagnosis=outcome.diagnosis or "wrong alone in a fresh process too")
-    what, _, before = outcome.reason.partition(", after ")
+    what = differing(check.case.id)
     return replace(
         outcome,
-        diagnosis=f"right alone in a fresh process, wrong after {before}: something is kept between calls of the same"
-        f" sizes whose key leaves out what differs here ({what.partition(', ')[2]})",
+        diagnosis=f"it depends on an earlier call: right alone in a fresh process, wrong after a call of the same sizes"
+        f" that differs in {what}. Something is kept between calls under a key that leaves {what} out",
     )
+
+
+def shrunken(checks: Sequence[tuple[Ask, Check]], timeout: float) -> list[Outcome]:
+    """Each wrong check made smaller, in a process of its own kind; one that dies on the way is left as it was."""
+    found: list[Outcome] = []
+    pool: Pool | None = None
+    for ask, check in checks:
+        pool = pool or _started(1, ask.device, timeout)
+        try:
+            ((outcome,),) = pool.run([Task(check.id, f"{TASKS}:shrink_one", (ask, check))])
+            found.append(outcome)
+        except WorkerError:
+            pool.close()
+            pool = None
+    if pool is not None:
+        pool.close()
+    return found
 
 
 def _in_ranks(size: int, checks: list[tuple[Ask, Check]], timeout: float, tell: OnOutcome) -> None:

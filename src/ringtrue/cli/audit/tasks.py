@@ -11,7 +11,8 @@ import torch
 
 from ...audit.checks import Check
 from ...audit.examine import examine
-from ...audit.outcome import CRASH, Outcome
+from ...audit.outcome import CRASH, NOT_RUN, Outcome
+from ...audit.shrink import shrink
 from ...audit.subject import Call, Quantities, Says, Subject
 from ...subjects import found
 from ..worker import Job
@@ -43,6 +44,19 @@ def examine_all(job: Job, ask: Ask, checks: Sequence[Check]) -> int:
         if outcome.verdict == CRASH:
             return number
     return len(checks)
+
+
+def shrink_one(job: Job, ask: Ask, check: Check) -> Outcome:
+    """The outcome of the smallest check that is wrong as this one is."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    subject = ask.subject()
+    try:
+        small = shrink(subject, check, ask.device)
+    except ValueError as error:  # right when it is asked again
+        return Outcome(ask.name, check.id, NOT_RUN, str(error))
+    outcome = examine(subject, small, ask.device)
+    return replace(outcome, reason=f"shrunk from {check.id}. {outcome.reason}".strip())
 
 
 def examine_in_ranks(job: Job, ask: Ask, check: Check) -> Outcome:
