@@ -63,7 +63,8 @@ CHECKS = (
     *("call/causal/float32", "call/causal-float/float32", "call/bool-bqk/float32", "call/gqa/float32"),
     *("call/misaligned/float32", "call/expanded/float32", "call/dropout/float32", "call/heavy-tailed/bfloat16"),
     *("call/float-infinite/float32", "call/keep-ragged/float32", "call/float-of-input/bfloat16"),
-    *("call/grad-lse/float32", "poison/length-33/float32"),
+    "call/grad-lse/float32",
+    "poison/length-33/float32",
 )
 
 
@@ -198,3 +199,5 @@ def test_no_script_where_none_can_show_it(home: Path) -> None:
     for text in ("", "not python at all", "pair = somebody()"):
         silent = Plain("somebody/silent", somebody.attend, SAYS, text=lambda call, text=text: text)
         assert snippet_of(silent, Check(case), build(case)) == ""
+    broken = Plain("somebody/broken", somebody.attend, SAYS, text=lambda call: str(1 / 0))
+    assert snippet_of(broken, Check(case), build(case)) == ""
