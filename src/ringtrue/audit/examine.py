@@ -17,6 +17,7 @@ import torch
 from . import order
 from .asked import call_of, revealed, run, within
 from .checks import Check
+from .diagnosis import diagnose
 from .differences import differences
 from .inputs import Inputs, build
 from .judge import Verdict, judge, judged, truth_of
@@ -69,7 +70,8 @@ def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu")
         outcome = replace(outcome, quantities=tuple(found.verdicts))
         if outcome.bad and found.inputs is not None and found.result is not None:
             snippet = snippet_of(subject, check, found.inputs)
-            outcome = replace(outcome, maps=maps_of(found.inputs, found.result, found.verdicts), snippet=snippet)
+            maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
+            outcome = replace(outcome, maps=maps, snippet=snippet, diagnosis=likely)
         return outcome, found
 
     missing = subject.unavailable()
