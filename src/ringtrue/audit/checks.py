@@ -14,7 +14,7 @@ import torch
 from .cases import CASES, MORE, PARALLEL, case
 from .inputs import Case
 from .order import named_orders
-from .subject import Ranks
+from .subject import Ranks, Subject
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 GROUPS = ("smoke", "full", "parallel")
@@ -61,9 +61,7 @@ def checks(
     """
     if group not in GROUPS:
         raise ValueError(f"group is one of {', '.join(GROUPS)}: {group!r}")
-    unknown = [d for d in dtypes if d not in DTYPES]
-    if unknown:
-        raise ValueError(f"dtypes are {', '.join(DTYPES)}: {unknown}")
+    _all_known(dtypes)
     makers = {"smoke": _smoke, "full": _full, "parallel": _parallel}
     found = (
         replace(check, case=replace(check.case, dtype=DTYPES[dtype], seed=seed))
@@ -71,6 +69,11 @@ def checks(
         for check in makers[group](dtype, chunks)
     )
     return [check for check in found if fnmatchcase(check.id, only)]
+
+
+def _all_known(dtypes: Iterable[str]) -> None:
+    if unknown := [d for d in dtypes if d not in DTYPES]:
+        raise ValueError(f"dtypes are {', '.join(DTYPES)}: {unknown}")
 
 
 def _smoke(dtype: str, chunks: bool) -> Iterator[Check]:
@@ -96,6 +99,23 @@ def _full(dtype: str, chunks: bool) -> Iterator[Check]:
 def _parallel(dtype: str, chunks: bool) -> Iterator[Check]:
     if dtype in ("float32", "bfloat16"):
         yield from (Check(c, "ranks", Ranks(*ranks)) for c, ranks in PARALLEL)
+
+
+def planned(
+    subject: Subject, group: str = "smoke", *, dtypes: Iterable[str] = tuple(DTYPES), only: str = "*", seed: int = 0
+) -> list[Check]:
+    """What a subject is put to: all of a group in the dtypes that it claims, one plain call in each other."""
+    dtypes = tuple(dtypes)
+    _all_known(dtypes)
+    claimed = [d for d in DTYPES if d in dtypes and d in subject.says.dtypes]
+    own = checks(group, dtypes=claimed, only=only, seed=seed, chunks=subject.pair is not None)
+    if subject.unavailable():  # once says it
+        return own[:1]
+    if group == "parallel":  # one refusal says it for a subject that claims nothing of the kind
+        return own if subject.says.ranks else own[:1]
+    plain = replace(case("length-33"), seed=seed)
+    others = (Check(replace(plain, dtype=kind)) for d, kind in DTYPES.items() if d in dtypes and d not in claimed)
+    return [*own, *(check for check in others if fnmatchcase(check.id, only))]
 
 
 def of_the_truth(only: str = "*", seed: int = 0) -> list[Check]:

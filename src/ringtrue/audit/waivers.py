@@ -73,10 +73,11 @@ def apply(outcomes: Iterable[Outcome], waivers: Sequence[Waiver]) -> tuple[list[
     """
     outcomes = list(outcomes)
     errors = [text for waiver in waivers if (text := _stale(waiver, outcomes))]
-    return [_waived(outcome, waivers) for outcome in outcomes], errors
+    return [waived(outcome, waivers) for outcome in outcomes], errors
 
 
-def _waived(outcome: Outcome, waivers: Sequence[Waiver]) -> Outcome:
+def waived(outcome: Outcome, waivers: Sequence[Waiver]) -> Outcome:
+    """One outcome, as `apply` gives it back."""
     waiver = next((w for w in waivers if outcome.bad and w.matches(outcome)), None)
     if waiver is None:
         return outcome

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 
-from ...audit.checks import DTYPES, Check, checks, of_the_truth
+from ...audit.checks import DTYPES, Check, of_the_truth
+from ...audit.checks import planned as audit_plan
 from ...audit.ids import parse
 from ...audit.subject import Says, Subject
 from ...subjects import TRUTH, found
@@ -54,16 +54,8 @@ def planned(
 
 
 def of(subject: Subject, choice: Choice) -> list[Check]:
-    """What a subject is put to: all of a group in the dtypes that it claims, one plain call in each other."""
+    """What a subject is put to."""
     if choice.cases:
         return [parse(text, seed=choice.seed) for text in choice.cases]
-    asked = [d for d in DTYPES if d in (choice.dtypes or DTYPES)]
-    claimed = [d for d in asked if d in subject.says.dtypes]
-    own = checks(choice.group, dtypes=claimed, only=choice.only, seed=choice.seed, chunks=subject.pair is not None)
-    if subject.unavailable():  # once says it
-        return own[:1]
-    if choice.group == "parallel":  # one refusal says it for a subject that claims nothing of the kind
-        return own if subject.says.ranks else own[:1]
-    others = checks("smoke", dtypes=["float32"], only="call/length-33/*", seed=choice.seed)
-    others = [replace(c, case=replace(c.case, dtype=DTYPES[d])) for c in others for d in asked if d not in claimed]
-    return [*own, *(c for c in others if fnmatchcase(c.id, choice.only))]
+    dtypes = choice.dtypes or tuple(DTYPES)
+    return audit_plan(subject, choice.group, dtypes=dtypes, only=choice.only, seed=choice.seed)
