@@ -102,7 +102,12 @@ def test_heat_maps_are_drawn(bad: Browser) -> None:
         assert bad.js(f"{rects}.every(r => r.getBoundingClientRect().width > 1)")
         fills = bad.js(f"{rects}.map(r => getComputedStyle(r).fill)")
         shares = [share for row in heat.values for share in row]
-        assert len(set(fills)) == 1 if max(shares) > 100 and min(shares) > 100 else len(set(fills)) > 1
+        ranked = sorted(zip(shares, fills, strict=True))
+        right = {fill for share, fill in ranked if share <= 1}
+        assert len(right) <= 1
+        assert ranked[-1][1] == "rgb(94, 0, 0)"  # the worst is the darkest
+        assert ranked[0][1] != ranked[-1][1]
+        assert not right & {fill for share, fill in ranked if share > 1}
         title = bad.js(f"{rects}[0].querySelector('title').textContent")
         assert title == f"head 0, position 0: {heat.values[0][0]:.15g} x"
 

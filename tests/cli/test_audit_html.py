@@ -7,6 +7,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ import reported
 import ringtrue as rt
 from ringtrue.audit.examine import LAWS as JUDGED
 from ringtrue.audit.outcome import VERDICTS, Outcome, Report
+from ringtrue.audit.record import from_json
 from ringtrue.cli.audit.html import LAWS, SIGNS, slug, to_html, unavailable
 
 
@@ -110,3 +112,12 @@ def test_without_jinja2_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install 'ringtrue[report]'" in unavailable()
     rt.optional.why_not.cache_clear()
+
+
+def test_the_sample_is_what_the_page_makes_of_it() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "audit"
+    report = from_json((folder / "sample.json").read_text("utf-8"))
+    assert {o.subject for o in report.outcomes if o.bad} == {"attentions:transposed_twice"}
+    made = to_html(report) == (folder / "sample.html").read_text("utf-8")
+    assert made, "python docs/audit/sample.py remakes it"
+    assert (folder / "sample.png").stat().st_size < 200_000

@@ -57,19 +57,23 @@ byId("matrix").addEventListener("click", (event) => {
   }
 });
 
-// Heat maps: a share of what is allowed; up to 1 is right
+// Heat maps: a share of what is allowed. Up to 1 is right; beyond, the colour is the logarithm, over the last three
+// decades below the map's worst, so that a map in float32 (errors of a million times) shows as much as one in bfloat16
 
-const STEPS = [
-  [1, "var(--ramp-low)", "within bounds"],
-  [3, "#fdd49e", "1 to 3 x"],
-  [10, "#fc8d59", "3 to 10 x"],
-  [100, "#d7301f", "10 to 100 x"],
-  [Infinity, "#7f0000", "more"],
-];
-const BROKEN = ["#7b3fa0", "inf or NaN"];
+const RAMP = [[254, 232, 200], [252, 141, 89], [215, 48, 31], [94, 0, 0]];
+const RIGHT = "var(--right)", BROKEN = "#7b3fa0";
 
-function colour(value) {
-  return typeof value === "string" ? BROKEN[0] : STEPS.find(([limit]) => value <= limit)[1];
+function mixed(part) {
+  const at = Math.min(Math.max(part, 0), 1) * (RAMP.length - 1), low = Math.min(Math.floor(at), RAMP.length - 2);
+  const mix = RAMP[low].map((x, i) => Math.round(x + (RAMP[low + 1][i] - x) * (at - low)));
+  return `rgb(${mix.join(", ")})`;
+}
+
+function scale(values) {
+  const wrong = values.flat().filter((x) => typeof x !== "string" && x > 1);
+  const high = Math.max(1, ...wrong), low = Math.max(1, high / 1000, Math.min(high, ...wrong) / 1.5);
+  const wide = Math.log(high / low) || 1;
+  return { low, high, colour: (x) => (typeof x === "string" ? BROKEN : x <= 1 ? RIGHT : mixed(Math.log(x / low) / wide)) };
 }
 
 function svg(tag, attributes) {
@@ -86,6 +90,7 @@ function heat({ name, values, stretch }) {
   const width = left + Math.max(wide * columns, 220), height = high * values.length + bottom;
   const worst = Math.max(...values.flat().map((x) => (typeof x === "string" ? Infinity : x)));
   const told = worst === Infinity ? "not finite somewhere" : `at worst ${Number(worst.toPrecision(3))} x what is allowed`;
+  const { low, high: top, colour } = scale(values);
   const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name}: ${told}` });
   map.style.maxWidth = `${width}px`;
   values.forEach((row, head) => row.forEach((value, column) => {
@@ -109,16 +114,25 @@ function heat({ name, values, stretch }) {
   for (let column = 0; column < columns; column += step) {
     label(left + wide * (column + 0.5), height - 4, column * stretch, "middle");
   }
-  return make("figure", { "data-map": name }, make("figcaption", {}, make("b", {}, name), ` ${told}`), map);
+  const caption = make("figcaption", {}, make("b", {}, name), ` ${told}`);
+  return make("figure", { "data-map": name }, caption, map, legend(low, top, values));
 }
 
-function ramp() {
-  const bits = [...STEPS.map(([, fill, text]) => [fill, text]), BROKEN].map(([fill, text]) => {
-    const swatch = make("i");
-    swatch.style.background = fill;
-    return make("span", {}, swatch, text);
-  });
-  return make("div", { class: "ramp" }, ...bits);
+function legend(low, top, values) {
+  const all = values.flat(), parts = [];
+  const swatch = (fill, ...texts) => {
+    const box = make("i");
+    box.style.background = fill;
+    parts.push(make("span", {}, ...texts.slice(0, -1), box, texts.at(-1)));
+  };
+  if (all.some((x) => x <= 1)) swatch(RIGHT, "within bounds");
+  if (all.some((x) => typeof x === "string")) swatch(BROKEN, "inf or NaN");
+  if (top > 1) {
+    const text = (x) => `${Number(x.toPrecision(2))} x`;
+    swatch(`linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(mixed).join(", ")})`, text(low), text(top));
+    parts.at(-1).className = "wide";
+  }
+  return make("div", { class: "ramp" }, ...parts);
 }
 
 // Details
@@ -176,7 +190,7 @@ function show(index) {
   if (found.diagnosis) parts.push(make("p", { class: "diagnosis" }, found.diagnosis));
   if (found.reason) parts.push(make("p", { class: "reason" }, found.reason));
   if (found.quantities) parts.push(make("h3", {}, "Errors against what is allowed"), quantities(found.quantities));
-  if (found.maps) parts.push(make("h3", {}, "Where: heads (down) by positions (across)"), ...found.maps.map(heat), ramp());
+  if (found.maps) parts.push(make("h3", {}, "Where: heads (down) by positions (across)"), ...found.maps.map(heat));
   if (found.replay) parts.push(...copied("Run it again", found.replay, "replay"));
   if (found.snippet) parts.push(...copied("A script that shows it, without ringtrue's audit", found.snippet, "snippet"));
   panel.replaceChildren(...parts);
