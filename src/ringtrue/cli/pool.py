@@ -14,6 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
 from .worker import Died, Done, Failed, News, Order, Ready, serve
 
 GRACE = 5.0  # seconds that the other ranks get to say what they know, once one has failed
@@ -40,7 +42,7 @@ class Pool:
     """`size` spawned processes that have imported the module `warm` when `ready` returns.
 
     timeout  seconds of silence, of all workers, after which the pool gives up
-    device   "cpu", or "cuda": worker i has GPU i
+    device   "cpu", or "cuda": worker i has GPU i, modulo how many there are
     """
 
     def __init__(self, size: int, warm: str, device: str, timeout: float) -> None:
@@ -53,7 +55,7 @@ class Pool:
         try:
             for index in range(size):
                 ours, theirs = spawn.Pipe()
-                place = f"cuda:{index}" if device == "cuda" else "cpu"
+                place = f"cuda:{index % torch.cuda.device_count()}" if device == "cuda" else "cpu"
                 process = spawn.Process(target=serve, args=(theirs, warm, place, threads), daemon=True)
                 process.start()
                 theirs.close()

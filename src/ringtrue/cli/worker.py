@@ -113,13 +113,15 @@ def perform(order: Order, device: torch.device, pipe: Connection) -> Done | Fail
     job = Job(order.rank, order.world, device, Path(order.folder), order.timeout, report)
     try:
         if order.world > 1:
+            # NCCL takes one rank a GPU; gloo lets several share one, through the host
+            own_gpu = device.type == "cuda" and order.world <= torch.cuda.device_count()
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                "nccl" if own_gpu else "gloo",
                 init_method=f"file://{order.rendezvous}",
                 rank=order.rank,
                 world_size=order.world,
                 timeout=timedelta(seconds=order.timeout),
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if own_gpu else None,
             )
         module, function = order.fn.split(":")
         return Done(getattr(importlib.import_module(module), function)(job, *order.args))
