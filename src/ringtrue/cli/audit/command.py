@@ -50,6 +50,7 @@ def audit(
     shrink: Annotated[bool, typer.Option("--shrink", help="Make wrong cases smaller.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything measured, as JSON.")] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page: a matrix, heat maps.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Show subjects and checks, run nothing.")] = False,
 ) -> None:
     """Prove or disprove anybody's attention: forward and backward against a float64 truth, and laws that need none.
@@ -57,7 +58,7 @@ def audit(
     Exit status: 0 all right, 1 something is wrong, 2 usage, 3 nothing ran.
     """
     console = Console()
-    writers = [(writable(p, f"--{w}"), w) for p, w in ((json, "json"), (junit, "junit"))]
+    writers = [(writable(p, f"--{w}"), w) for p, w in ((json, "json"), (junit, "junit"), (html, "html"))]
     choice = Choice(_one(group, "--group", GROUPS), tuple(case or ()), only, seed, _each(dtype, "--dtype", DTYPES))
     plan = _plan(subjects, device_here(device), choice, _one(layout, "--layout", LAYOUTS), _claims(claims))
     if list_only:
@@ -121,6 +122,10 @@ def _waivers(path: Path | None) -> tuple[Waiver, ...]:
 
 def _writer(word: str) -> Callable[[Report], str]:
     """How a report is written; the page needs libraries of its own."""
+    if word == "html":
+        from .html import to_html
+
+        return to_html
     return {"json": to_json, "junit": to_junit}[word]
 
 
