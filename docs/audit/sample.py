@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from ringtrue.audit.record import from_json
-from ringtrue.cli.audit.html import to_html
+from ringtrue.cli.audit.page import to_html
 
 HERE = Path(__file__).parent
 SUBJECTS = ("attentions:right", "attentions:transposed_twice")

@@ -12,7 +12,7 @@ import pytest
 import reported
 from browser import Browser, chromium
 from ringtrue.audit.outcome import Outcome, Report
-from ringtrue.cli.audit.html import to_html
+from ringtrue.cli.audit.page import to_html
 
 SNIPPET = "import torch\n\nprint('<b>&amp; \"quotes\"')  # </script> …\n"
 ROWS = "[...document.querySelectorAll('tr[data-check]')].filter(r => r.offsetParent).map(r => r.dataset.check)"

@@ -16,7 +16,7 @@ import ringtrue as rt
 from ringtrue.audit.examine import LAWS as JUDGED
 from ringtrue.audit.outcome import VERDICTS, Outcome, Report
 from ringtrue.audit.record import from_json
-from ringtrue.cli.audit.html import LAWS, SIGNS, slug, to_html, unavailable
+from ringtrue.cli.audit.page import LAWS, SIGNS, slug, to_html, unavailable
 
 
 class Page(HTMLParser):
@@ -77,7 +77,7 @@ def test_a_cell_for_every_outcome() -> None:
 def test_every_verdict_has_a_sign_and_a_style_and_every_law_words() -> None:
     assert SIGNS.keys() == set(VERDICTS)
     assert len(set(SIGNS.values())) == len(VERDICTS)
-    style = resources.files("ringtrue.cli.audit").joinpath("page/report.css").read_text("utf-8")
+    style = resources.files("ringtrue.cli.audit.page").joinpath("report.css").read_text("utf-8")
     assert [v for v in VERDICTS if f".{slug(v)} a" not in style] == []
     assert LAWS.keys() >= {law for law in JUDGED if not law.startswith("alone-")}  # a part of the order law
 

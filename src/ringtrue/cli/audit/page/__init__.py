@@ -12,8 +12,8 @@ from typing import Any
 
 import ringtrue as rt
 
-from ...audit.judge import Verdict
-from ...audit.outcome import (
+from ....audit.judge import Verdict
+from ....audit.outcome import (
     BAD,
     CLAIMED_BUT_REFUSED,
     CRASH,
@@ -75,7 +75,7 @@ def to_html(report: Report) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
-        loader=PackageLoader("ringtrue.cli.audit", "page"),
+        loader=PackageLoader("ringtrue.cli.audit.page", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
