@@ -123,7 +123,7 @@ def _waivers(path: Path | None) -> tuple[Waiver, ...]:
 def _writer(word: str) -> Callable[[Report], str]:
     """How a report is written; the page needs libraries of its own."""
     if word == "html":
-        from .html import to_html
+        from .page import to_html
 
         return to_html
     return {"json": to_json, "junit": to_junit}[word]
