@@ -133,7 +133,7 @@ ASKED = {
     "ring-2": "native_flash/stand-in",
     "ring-2-cross": "native_flash/stand-in",
     "ulysses-2-keep": "native",
-    "ring-2-forward": "native_flash/anything/stand-in",
+    "ring-2-uneven": "native_flash/anything/stand-in",
 }
 
 

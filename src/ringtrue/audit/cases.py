@@ -169,7 +169,8 @@ PARALLEL: tuple[tuple[Case, Ranks], ...] = (
     (Case("ring-2", 16, 16, heads=4), Ranks(ring=2)),
     (Case("both-2-2", 32, 32, heads=4), Ranks(ulysses=2, ring=2)),
     (Case("ring-4", 32, 32, heads=2), Ranks(ring=4)),
-    (Case("ulysses-2-heads-equal-length", 16, 16, heads=8), Ranks(ulysses=2)),
+    (Case("ulysses-2-heads-equal-length", 16, 16, heads=32), Ranks(ulysses=2)),
+    (Case("ring-2-heads-equal-length", 16, 16, heads=8), Ranks(ring=2)),
     (Case("ulysses-2-gqa", 16, 16, heads=4, kv_heads=2), Ranks(ulysses=2)),
     (Case("ring-2-gqa", 16, 16, heads=4, kv_heads=2), Ranks(ring=2)),
     (Case("ulysses-2-causal", 16, 16, heads=4, causal=0), Ranks(ulysses=2)),
@@ -198,9 +199,6 @@ PARALLEL: tuple[tuple[Case, Ranks], ...] = (
     (Case("ulysses-2-prefix-causal", 20, 20, heads=4, causal=0), Ranks(ulysses=2, prefix=4)),
     (Case("ulysses-2-replicated", 14, 5, heads=4), Ranks(ulysses=2, replicated=True)),
     (Case("ulysses-2-cross", 12, 20, heads=4), Ranks(ulysses=2)),
-    (Case("ulysses-2-forward", 9, 9, heads=4, wants=""), Ranks(ulysses=2)),
-    (Case("ring-2-forward", 9, 9, heads=4, wants=""), Ranks(ring=2)),
-    (Case("both-2-2-forward", 16, 16, heads=4, wants=""), Ranks(ulysses=2, ring=2)),
 )  # fmt: skip
 
 

@@ -97,8 +97,8 @@ def _full(dtype: str, chunks: bool) -> Iterator[Check]:
 
 
 def _parallel(dtype: str, chunks: bool) -> Iterator[Check]:
-    if dtype in ("float32", "bfloat16"):
-        yield from (Check(c, "ranks", Ranks(*ranks)) for c, ranks in PARALLEL)
+    cases = {"float32": PARALLEL, "bfloat16": PARALLEL, "float16": PARALLEL[:2]}.get(dtype, ())
+    yield from (Check(c, "ranks", Ranks(*ranks)) for c, ranks in cases)
 
 
 def planned(

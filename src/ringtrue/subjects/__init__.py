@@ -19,6 +19,8 @@ FAMILIES = {
     "flex": "torch's flex_attention, as it is and compiled",
     "transformers": "transformers' attention functions: eager ones and all that are registered",
     "xformers": "xformers' memory_efficient_attention: its choice, and each pair of operators",
+    "ring-flash-attn": "its rings, over processes",
+    "yunchang": "long-context-attention: Ulysses, rings and both, over processes",
 }
 MODULES = {"torch": "torch_sdpa"}  # where a family's module has another name
 TRUTH = Plain(

@@ -5,6 +5,7 @@ diffusers/NAME/lse           the same with return_lse=True, which diffusers has 
 diffusers/NAME/anything      the same with ulysses_anything or ring_anything
 diffusers/NAME/pair          its forward and backward op as TemplatedUlyssesAttention calls them
 diffusers/NAME/pair-lse      the same with return_lse=True, as TemplatedRingAttention calls them
+diffusers/templates          its context-parallel templates around a right pair
 .../stand-in                 on a CPU: written-out attention in the place of the CUDA kernel that the pair calls
 """
 
@@ -27,7 +28,7 @@ def found(device: str) -> Iterator[Subject]:
         yield Plain("diffusers", _refuse, missing=missing)
         return
     about = f"diffusers {metadata.version('diffusers')}, torch {torch.__version__}"
-    for part in ("dispatcher", "pairs"):
+    for part in ("dispatcher", "pairs", "templates"):
         yield from import_module(f"{__name__}.{part}").found(device, about)
 
 

@@ -63,6 +63,8 @@ def found(device: str, about: str) -> Iterator[Subject]:
         if known is None:
             yield Plain(name, _refuse, about=about, missing=missing)
             continue
+        if backend.value == "flex" and device == "cpu":  # torch has no backward of it there
+            known = replace(known, says=replace(known.says, backward=False))
         stand_in = device == "cpu" and backend.value in STANDS_IN
         yield Dispatched(name, backend, replace(known, ranks=frozenset()) if stand_in else known, about, missing)
         if stand_in:
@@ -118,14 +120,15 @@ class Dispatched(Plain):
     stand_in: bool
 
     def against(self, call: Call) -> str:
-        limits = [self.says.against(call)]
+        limits, masked = [self.says.against(call)], bool(call.mask.kinds)
         if self.backend.value != "flex":
             limits.append(other_dtype(call))
         limits.append("a mask beside is_causal" if call.mask.causal is not None and call.mask.kinds - PLACES else "")
         if call.ranks.size == 1:
             limits.append("return_lse, anything or a stand-in without context parallelism" if self._only_ranks else "")
         else:
-            limits += self._under_context_parallelism(call)
+            limits += under_context_parallelism(call)
+            limits.append("a mask under ring_anything" if self.anything and call.ranks.ring > 1 and masked else "")
             limits.append(beyond(call.dense()) if self.stand_in else "")
         return "; ".join(filter(None, limits))
 
@@ -133,24 +136,11 @@ class Dispatched(Plain):
     def _only_ranks(self) -> bool:
         return self.says.lse or self.anything or self.stand_in
 
-    def _under_context_parallelism(self, call: Call) -> list[str]:
-        """What its templates refuse, or have no place for: causal and GQA; masks other than those of keys."""
-        mask, value_dim = call.mask, call.value.shape[3]
-        reasons = {
-            "causal under context parallelism": mask.causal is not None,
-            "fewer key heads under context parallelism": call.group > 1,
-            "a value dim of its own under context parallelism": value_dim != call.query.shape[3],
-            "a mask with rows under context parallelism": mask.dense is not None,
-            "a mask under ring_anything": self.anything and call.ranks.ring > 1 and bool(mask.kinds),
-            "the gradient of a mask under context parallelism": "bias" in call.wanted,
-        }
-        return [reason for reason, there in reasons.items() if there]
-
-    def attend_call(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
-        """One call of the dispatcher, on one device."""
+    def attend_call(self, call: Call, config: Any = None) -> Tensor | tuple[Tensor, Tensor]:
+        """One call of the dispatcher, under a config if there is one."""
         seeded(call)
-        given = arguments(call, self.flat)
-        return theirs.dispatch_attention_fn(*given, backend=self.backend, **self.options(call))
+        given, more = arguments(call, self.flat), {} if config is None else {"parallel_config": config}
+        return theirs.dispatch_attention_fn(*given, backend=self.backend, **self.options(call), **more)
 
     @property
     def flat(self) -> bool:
@@ -172,7 +162,7 @@ class Dispatched(Plain):
         expressible(call)
         if call.ranks.size > 1:
             with standing_in(self.backend.value if self.stand_in else ""):
-                return parallel.run(self, call)
+                return parallel.run(call, self.attend_call, self.anything)
         if self._only_ranks:
             raise NotImplementedError("this variant is for context parallelism")
         return through_autograd(self.attend, call)
@@ -195,6 +185,19 @@ class Dispatched(Plain):
             "from diffusers.models.attention_dispatch import dispatch_attention_fn\n"
             f"out = dispatch_attention_fn(query, key, value{extra}, backend={self.backend.value!r})"
         )
+
+
+def under_context_parallelism(call: Call) -> list[str]:
+    """What its templates refuse, or have no place for: causal and GQA; masks other than those of keys."""
+    mask, value_dim = call.mask, call.value.shape[3]
+    reasons = {
+        "causal under context parallelism": mask.causal is not None,
+        "fewer key heads under context parallelism": call.group > 1,
+        "a value dim of its own under context parallelism": value_dim != call.query.shape[3],
+        "a mask with rows under context parallelism": mask.dense is not None,
+        "the gradient of a mask under context parallelism": "bias" in call.wanted,
+    }
+    return [reason for reason, there in reasons.items() if there]
 
 
 PLACES = frozenset({"causal", "window", "segments"})

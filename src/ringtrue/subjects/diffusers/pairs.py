@@ -97,7 +97,7 @@ class Pair(Plain):
             "return_lse": self.says.lse, "_parallel_config": config(),
         }  # fmt: skip
         out, lse = _ThroughCtx.apply(query, key, value, self._ops(), options, self.stand_in)
-        return out, None if lse is None else lse.squeeze(-1) if lse.dim() == 4 else lse.transpose(1, 2)
+        return out, None if lse is None else (lse.squeeze(-1) if lse.dim() == 4 else lse).transpose(1, 2)
 
     def run(self, call: Call) -> Any:
         if call.ranks.size > 1:
@@ -164,7 +164,7 @@ class Pair(torch.autograd.Function):  # as TemplatedRingAttention calls the two 
         return attention_dispatch._{stem}_backward_op(ctx, grad_out{again})[:3]
 
 out, lse = Pair.apply(query, key, value)
-lse = lse.squeeze(-1) if lse.dim() == 4 else lse.transpose(1, 2)"""
+lse = (lse.squeeze(-1) if lse.dim() == 4 else lse).transpose(1, 2)"""
 
 
 def config() -> Any:

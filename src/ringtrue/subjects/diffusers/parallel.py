@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
-from diffusers.models import attention_dispatch as theirs
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
-from torch import Tensor
 
 from ...audit.subject import Call, Quantities, with_leaves
+from .._ranks import in_place
 from .._torch_calls import seeded
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatched
 
 
 def config_of(call: Call, anything: bool) -> Any:
@@ -33,16 +30,21 @@ def config_of(call: Call, anything: bool) -> Any:
     return whole
 
 
-def run(subject: Dispatched, call: Call) -> Quantities:
-    """This rank's part: whole-sized tensors that are zero where other ranks have something to say."""
-    from .dispatcher import arguments
+Attend = Callable[[Call, Any], Any]
 
+
+def run(call: Call, attend: Attend, anything: bool = False) -> Quantities:
+    """This rank's part: whole-sized tensors that are zero where other ranks have something to say.
+
+    attend    out, or out and lse, of this rank's own part of the call under a config
+    anything  with ulysses_anything or ring_anything
+    """
     ranks = call.ranks
     if ranks.balanced or ranks.prefix or ranks.replicated or ranks.lengths is not None:
         raise NotImplementedError("diffusers cuts every sequence into equal, contiguous parts")
-    config = config_of(call, subject.anything)
+    config = config_of(call, anything)
     mesh = config.context_parallel_config._flattened_mesh
-    shard = PartitionAnythingSharder.shard_anything if subject.anything else EquipartitionSharder.shard
+    shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
     whole, leaves = with_leaves(call)
     keys = {name: getattr(whole.mask, name) for name in ("key_keep", "key_bias")}
     mine = replace(
@@ -52,28 +54,6 @@ def run(subject: Dispatched, call: Call) -> Quantities:
     )
     places = shard(torch.arange(call.query.shape[1], device=call.query.device), 0, mesh)
     seeded(call)
-    result = theirs.dispatch_attention_fn(
-        *arguments(mine, subject.flat), backend=subject.backend, parallel_config=config, **subject.options(call)
-    )
+    result = attend(mine, config)
     out, lse = result if isinstance(result, tuple) else (result, None)
-    outputs, upstream = [out], [call.grad_out[:, places]]
-    if lse is not None and call.grad_lse is not None:
-        outputs, upstream = [out, lse], [*upstream, call.grad_lse[:, :, places].transpose(1, 2)]
-    names = [name for name in ("query", "key", "value", "bias") if name in call.wanted]
-    found: tuple[Tensor | None, ...] = ()
-    if names:
-        found = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream, allow_unused=True)
-    grads = dict(zip(names, found, strict=True))
-    ends: list[Tensor | None] = [_at(out.detach(), places, call.grad_out, 1)]
-    ends.append(None if lse is None else _at(lse.detach().transpose(1, 2), places, _lse_like(call), 2))
-    return Quantities(*ends, *(grads.get(n) for n in ("query", "key", "value", "bias")))
-
-
-def _at(x: Tensor, places: Tensor, like: Tensor, dim: int) -> Tensor:
-    """`x` where its rows lie in the whole; zero elsewhere."""
-    return torch.zeros(like.shape, dtype=x.dtype, device=x.device).index_copy(dim, places, x)
-
-
-def _lse_like(call: Call) -> Tensor:
-    batch, rows, heads, _ = call.query.shape
-    return call.query.new_empty((batch, heads, rows))
+    return in_place(call, leaves, places, out, None if lse is None else lse.transpose(1, 2))
