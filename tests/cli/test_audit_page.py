@@ -10,12 +10,14 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import reported
 import ringtrue as rt
 from ringtrue.audit.examine import LAWS as JUDGED
 from ringtrue.audit.outcome import VERDICTS, Outcome, Report
 from ringtrue.audit.record import from_json
+from ringtrue.cli.app import app
 from ringtrue.cli.audit.page import LAWS, SIGNS, slug, to_html, unavailable
 
 
@@ -111,6 +113,9 @@ def test_without_jinja2_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     rt.optional.why_not.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install 'ringtrue[report]'" in unavailable()
+    done = CliRunner().invoke(app, ["audit", "ours", "--html", "page.html"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2  # before anything runs
+    assert "jinja2" in done.output
     rt.optional.why_not.cache_clear()
 
 

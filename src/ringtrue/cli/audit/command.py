@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ...audit.checks import DTYPES, GROUPS
 from ...audit.junit import to_junit
-from ...audit.outcome import USAGE_CODE, Report
+from ...audit.outcome import USAGE_CODE
 from ...audit.record import to_json
 from ...audit.subject import Says
 from ...audit.waivers import Waiver
@@ -23,11 +23,13 @@ from ...subjects.claims_file import read as read_claims
 from ...subjects.function import LAYOUTS
 from ..options import device_here, one_of
 from ..output import say, writable
+from .page import to_html, unavailable
 from .planned import Choice, Plan, planned
 from .printed import print_report
 from .progress import Progress
 from .run import Manner, run
 
+WRITERS = {"json": to_json, "junit": to_junit, "html": to_html}
 SILENCE = 180.0  # seconds; compiling a kernel for the first time takes long
 
 
@@ -59,6 +61,8 @@ def audit(
     """
     console = Console()
     writers = [(writable(p, f"--{w}"), w) for p, w in ((json, "json"), (junit, "junit"), (html, "html"))]
+    if html is not None and (why := unavailable()):
+        raise typer.BadParameter(why, param_hint="--html")
     choice = Choice(_one(group, "--group", GROUPS), tuple(case or ()), only, seed, _each(dtype, "--dtype", DTYPES))
     plan = _plan(subjects, device_here(device), choice, _one(layout, "--layout", LAYOUTS), _claims(claims))
     if list_only:
@@ -71,7 +75,7 @@ def audit(
     print_report(report, console)
     for path, word in writers:
         if path is not None:
-            path.write_text(_writer(word)(report), "utf-8")
+            path.write_text(WRITERS[word](report), "utf-8")
             say(console, f"written: {path}")
     for problem in problems:
         say(console, f"waivers: {problem}")
@@ -118,15 +122,6 @@ def _waivers(path: Path | None) -> tuple[Waiver, ...]:
         return () if path is None else tuple(read_waivers(path))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--waive") from error
-
-
-def _writer(word: str) -> Callable[[Report], str]:
-    """How a report is written; the page needs libraries of its own."""
-    if word == "html":
-        from .page import to_html
-
-        return to_html
-    return {"json": to_json, "junit": to_junit}[word]
 
 
 def _list(console: Console, plan: Plan) -> None:
