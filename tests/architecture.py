@@ -64,7 +64,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "audit", "integrations"}),  # of the audit its seam alone, see SEAM
     "testing": frozenset({"audit", "subjects"}),  # resolves names of subjects, which the audit itself must not
-    "plants": frozenset({"contract"}),
+    "plants": frozenset({"audit", "call", "contract", "masks", "merge", "parallel"}),
     "bench": frozenset({"", "audit", "integrations", "subjects"}),
     "cli": frozenset({"", "audit", "bench", "integrations", "plants", "subjects"}),
 }

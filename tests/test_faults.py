@@ -14,12 +14,12 @@ from torch import Tensor
 
 import ringtrue as rt
 from calls import qkv, unreachable
-from mutants.memories import first_strides
 from ringtrue import faults
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted
 from ringtrue.faults import FAULTS, guarded, mended, padded
 from ringtrue.plants import BackwardCall, transposed_again
+from ringtrue.plants.memories import first_strides
 
 EVERY = Wanted(True, True, True)
 MATH = rt.op_pair("native_math", "cpu")

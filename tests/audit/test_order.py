@@ -64,7 +64,7 @@ def test_every_named_order_says_in_what_its_calls_differ() -> None:
     assert found["grad_out-outermost-second"] == "the strides of grad_out"
     assert found["float32-first"] == "the dtype"
     assert set(found.values()) == {
-        *(f"the strides of {x}" for x in ("q", "k", "v", "grad_out", "its tensors")),
+        *(f"the strides of {x}" for x in ("q", "k", "v", "grad_out", "out", "its tensors")),
         *(f"the {x}" for x in ("dtype", "scale", "softcap", "mask", "random state")),
     }
     sizes = [named_order(name, torch.bfloat16, "cpu")[0].inputs.q.shape for name in found]

@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from contract.subjects import DTYPES, SUBJECTS, Bridge, Subject, cases_for, parameters, verdicts
-from mutants.pairs import MUTANTS, Mutant
 from ringtrue.audit.cases import case
+from ringtrue.audit.checks import Check
 from ringtrue.audit.inputs import Case
 from ringtrue.audit.judge import Verdict
+from ringtrue.cli.audit.selftest import BACKEND
 from ringtrue.contract import Claims
 from ringtrue.errors import GradientError
-from ringtrue.plants import PLANTS, ran
+from ringtrue.plants import FEATURES, OF_PAIRS, PLANTS, Plant, ran
 
-FAULTS = {**{name: Mutant(make) for name, make in PLANTS.items()}, **MUTANTS}
-# what a pair must claim before a fault with this word in its name can show
-PRESUMES: dict[str, Callable[[Claims], bool]] = {
-    "stale-kv": lambda claims: claims.backward_from_lse,
-    "own-lse": lambda claims: claims.backward_from_lse,
-    "mask": lambda claims: bool(claims.masks),
-    "causal": lambda claims: claims.causal != "none",
-    "blind": lambda claims: bool(claims.masks),
-    "": lambda claims: claims.backward and claims.lse,
-}
+# those that the self-test's own test plants into this pair, in this dtype
+ELSEWHERE = ("eager", BACKEND, "cpu", torch.float32)
 
 
-def shows(name: str, claims: Claims) -> bool:
+def shows(fault: Plant, claims: Claims) -> bool:
     """Whether a pair with these claims can have the fault at all."""
-    return all(claimed(claims) for word, claimed in PRESUMES.items() if word in name)
+    return claims.backward and claims.lse and fault.needs(claims)
 
 
 def every_fault() -> Iterator[object]:
     for subject in SUBJECTS:
-        for name, fault in FAULTS.items():
+        for name, fault in OF_PAIRS.items():
             dtypes = [d for d in DTYPES if d in subject.pair.claims.dtypes & fault.dtypes]
             for bridge, dtype in (*(("eager", d) for d in dtypes), ("compiled", min(dtypes, key=str, default=None))):
-                if dtype and fault.needs(subject.pair.claims) and shows(name, subject.pair.claims):
+                there = (bridge, subject.pair.name, subject.device, dtype)
+                if dtype and there != ELSEWHERE and shows(fault, subject.pair.claims):
                     plain = parameters(subject)
                     label = f"{bridge}-{subject}-{str(dtype).removeprefix('torch.')}-{name}"
                     yield pytest.param(subject, dtype, fault, bridge, id=label, marks=plain.marks)
 
 
 @pytest.mark.parametrize(("subject", "dtype", "fault", "bridge"), list(every_fault()))
-def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Mutant, bridge: Bridge) -> None:
-    for tried, in_parts in _cases(subject, dtype, fault.where):
+def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Plant, bridge: Bridge) -> None:
+    for tried, in_parts in _cases(subject, dtype, fault.why):
         try:
-            found = verdicts(fault.make(subject.pair), tried, subject.device, in_parts=in_parts, bridge=bridge)
+            found = verdicts(fault.on(subject.pair), tried, subject.device, in_parts=in_parts, bridge=bridge)
         except GradientError:  # an operator refuses a gradient that is not of its input's shape and dtype
             assert bridge == "compiled"
             return
@@ -64,7 +58,7 @@ def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Mutant, b
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: str) -> None:
     """A historical fault is no matter of rounding: some case is off by more than a hundred times what is allowed."""
-    if not shows(plant, subject.pair.claims):
+    if not shows(OF_PAIRS[plant], subject.pair.claims):
         pytest.skip(f"{subject} does not claim what {plant} needs to show")
     planted = PLANTS[plant](subject.pair)
     dtype = min(subject.pair.claims.dtypes, key=str)
@@ -84,19 +78,19 @@ def test_a_coarse_lse_is_found_among_ordinary_numbers(subject: Subject, name: st
     """Gaussian, at most 64 keys, no mask: in every dtype, and not only where something makes it worse."""
     for dtype in subject.pair.claims.dtypes:
         ordinary = replace(case("length-33"), dtype=dtype)
-        found = verdicts(MUTANTS[name].make(subject.pair), ordinary, subject.device)
+        found = verdicts(OF_PAIRS[name].on(subject.pair), ordinary, subject.device)
         assert not all(v.ok for v in found), dtype
 
 
-def _cases(subject: Subject, dtype: torch.dtype, where: str = "") -> Iterator[tuple[Case, bool]]:
-    """Those that split first: under the chunk law a pair shows faults that one call hides; then `where` in their id."""
+def _cases(subject: Subject, dtype: torch.dtype, why: str = "ordinary numbers") -> Iterator[tuple[Case, bool]]:
+    """Those with what `why` asks, then those that split: a pair shows faults in parts that one call hides."""
     order = [
         (each, in_parts)
         for in_parts in (True, False)
         if subject.pair.claims.backward_from_lse or not in_parts
         for each in cases_for(subject, (dtype,), in_parts=in_parts)
     ]
-    yield from sorted(order, key=lambda each: where not in each[0].id)
+    yield from sorted(order, key=lambda each: not FEATURES[why](Check(each[0], "chunk" if each[1] else "call")))
 
 
 def _text(found: list[Verdict]) -> str:

@@ -9,9 +9,9 @@ import torch
 
 from contract.bridges import operator_pair
 from contract.subjects import SUBJECTS, Subject, parameters
-from mutants.memories import MEMORIES
 from ringtrue.audit.order import orders, run
 from ringtrue.contract import OpPair
+from ringtrue.plants.of_memories import MEMORIES
 
 EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
 
@@ -45,6 +45,6 @@ def test_a_memory_is_found(subject: Subject, name: str, bridge: str) -> None:
     if not memory.needs(subject.pair.claims):
         pytest.skip(f"{subject} does not claim what this memory would keep")
     dtype = min(subject.pair.claims.dtypes, key=str)
-    pair = memory.make(subject.pair)
+    pair = memory.on(subject.pair)
     pair = pair if bridge == "eager" else operator_pair(pair)
     assert next(broken(pair, subject.device, dtype), None)

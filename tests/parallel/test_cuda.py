@@ -8,7 +8,7 @@ from draws import draw, failures
 from rings import errors, growths
 
 import ringtrue as rt
-from mutants.parallel_faults import planted
+from ringtrue.plants.between_ranks import planted
 
 HERE = [s for s in rt.backends() if s.device == "cuda" and s.unavailable is None]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a CUDA device")]

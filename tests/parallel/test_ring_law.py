@@ -7,7 +7,7 @@ import torch
 from rings import errors, growths
 
 import ringtrue as rt
-from mutants.parallel_faults import planted
+from ringtrue.plants.between_ranks import planted
 
 PAIRS = [rt.op_pair(s.name, s.device) for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
 EVERY_PAIR = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: p.name)

@@ -83,7 +83,7 @@ def _smoke(dtype: str, chunks: bool) -> Iterator[Check]:
         yield from (Check(case(names[0]), law) for law, names in LAWS.items())
         if chunks:
             yield from (Check(c, "chunk") for c in CASES[::4] if c.splits)
-        yield from (Check(_order(name), "order") for name in list(named_orders(DTYPES[dtype]))[::4])
+        yield from (Check(_order(name), "order") for name in list(named_orders(DTYPES[dtype], chunks))[::4])
 
 
 def _full(dtype: str, chunks: bool) -> Iterator[Check]:
@@ -93,7 +93,7 @@ def _full(dtype: str, chunks: bool) -> Iterator[Check]:
     if chunks:
         yield from (Check(c, "chunk") for c in CASES if c.splits)
     if dtype != "float64":
-        yield from (Check(_order(name), "order") for name in named_orders(DTYPES[dtype]))
+        yield from (Check(_order(name), "order") for name in named_orders(DTYPES[dtype], chunks))
 
 
 def _parallel(dtype: str, chunks: bool) -> Iterator[Check]:

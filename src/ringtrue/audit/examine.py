@@ -140,7 +140,7 @@ def _call(subject: Subject, check: Check, inputs: Inputs) -> Found:
     """The subject's answer against the truth; with dropout, the truth of the mask that it drew."""
     if check.case.dropout:
         inputs = replace(inputs, dropout=revealed(subject, inputs, check.ranks))
-        if problem := _too_little_dropped(inputs):
+        if problem := _too_little_dropped(inputs) or _dropped_alike(inputs, check.ranks.size):
             return Found([Verdict("dropout", ok=False, problem=problem)], inputs)
     result = run(subject, inputs, check.ranks)
     if inputs.dropout is None:
@@ -155,6 +155,20 @@ def _too_little_dropped(inputs: Inputs) -> str:
     p, weights = inputs.options.dropout_p, inputs.dropout.numel()
     share = float((inputs.dropout == 0).double().mean())
     return f"dropout_p={p} dropped {share:.0%} of the weights" if weights > 500 and share < p / 2 else ""
+
+
+def _dropped_alike(inputs: Inputs, ranks: int) -> str:
+    """Over several ranks, no two blocks of queries, keys and heads may drop the same places: they would share a state.
+
+    Gradients of equal masks are right by the masks that were drawn, so nothing else shows it.
+    """
+    assert inputs.dropout is not None
+    if ranks == 1:
+        return ""
+    parts = (block for rows in inputs.dropout.tensor_split(ranks, 2) for block in rows.tensor_split(ranks, 3))
+    heads = [head == 0 for block in parts for head in block.unbind(1) if head.numel() >= 64]
+    alike = sum(torch.equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
+    return f"{alike} pairs of blocks of {ranks} ranks drop the same places" if alike else ""
 
 
 _references: dict[tuple[object, ...], tuple[object, object]] = {}
@@ -188,6 +202,8 @@ def _order(subject: Subject, check: Check, inputs: Inputs) -> Found:
     steps = [replace(step, inputs=within(subject.says, step.inputs)) for step in steps]
     for step in steps:
         against = subject.against(call_of(step.inputs))
+        if subject.pair is None and step.stored is not order.Step.stored:
+            against = "it has no op pair, whose backward could be handed an out"
         if against:
             raise NotApplicableError(f"{step.name}: {against}")
     found = Found([])

@@ -58,6 +58,7 @@ def orders(
         yield [*plain[:: 1 if first else -1], own, outermost]
 
 
+ANOTHER = 4  # the seed of a call with dropout, after or before one with 3
 # what a subject that is no pair can be put to: it may claim anything, and it cannot be given an `out`
 ANYTHING = Claims(
     frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
@@ -68,9 +69,15 @@ ANYTHING = Claims(
 )
 
 
-def named_orders(dtype: torch.dtype) -> dict[str, tuple[int, Callable[[Inputs], Step], bool]]:
-    """Orders of a subject's own calls: name -> (its length, what makes the other call, whether that comes first)."""
-    others = [o for o in _others(ANYTHING, dtype) if o.func is not _out_stored]  # type: ignore[attr-defined]
+def named_orders(dtype: torch.dtype, pairs: bool = True) -> dict[str, tuple[int, Callable[[Inputs], Step], bool]]:
+    """Orders of a subject's own calls: name -> (its length, what makes the other call, whether that comes first).
+
+    pairs  those too that only an op pair can be put to, whose backward is handed an `out` with other strides
+    """
+    every = list(_others(ANYTHING, dtype))
+    of_pairs = [o for o in every if o.func is _out_stored]  # type: ignore[attr-defined]
+    others = [o for o in every if o not in of_pairs]
+    others += [partial(_dropout, seed=ANOTHER), *(of_pairs if pairs else ())]  # the last, so that sizes stay
     slugs = [_slug(o) for o in others]
     return {
         f"{slug}-{'first' if first else 'second'}": (17 + 2 * i + first, other, first)
@@ -83,6 +90,8 @@ def named_order(name: str, dtype: torch.dtype, device: torch.device | str, seed:
     """The calls of the order of that name, on sizes of its own; several heads, head dim 64."""
     _, other, first = named_orders(dtype)[name]
     own = Step("the call", build(base_case(name, dtype, seed), device))
+    if name.startswith(f"dropout-{ANOTHER}-"):  # of two calls that drop, each its own places
+        own = replace(_dropout(own.inputs, seed=3), name="the call")
     return [other(own.inputs), own] if first else [own, other(own.inputs), own]
 
 
@@ -107,7 +116,8 @@ def differing(name: str) -> str:
 
 def _slug(other: Any) -> str:
     """Words for what a partial of `_others` changes."""
-    words = [other.func.__name__.strip("_")] if other.func in (_dropout,) else []
+    heads = {_dropout: "dropout", _out_stored: "out"}
+    words = [heads[other.func]] if other.func in heads else []
     for value in other.keywords.values():
         words.append(getattr(value, "__name__", str(value)).strip("_").removeprefix("torch."))
     kept = [w for w in words if w not in ("False", "True")]

@@ -170,12 +170,15 @@ def _places(call: Call) -> rt.Causal | rt.Window:
     return rt.Window(None if mask.since is None else -mask.since, mask.causal)
 
 
-def in_ranks(backend: str, call: Call) -> Quantities:
-    """This rank's part of the answer: whole-sized tensors that add up over the ranks (rank 0 alone has out and lse)."""
+def in_ranks(backend: str, call: Call, mesh: object = None) -> Quantities:
+    """This rank's part of the answer: whole-sized tensors that add up over the ranks (rank 0 alone has out and lse).
+
+    mesh: of the ranks, where they are not those of the default process group
+    """
     ranks, prefix = call.ranks, call.ranks.prefix
-    cp = rt.context_parallel(
-        rt.ContextParallelConfig(ranks.ulysses, ranks.ring, load_balance="head_tail" if ranks.balanced else "none")
-    )
+    balance = "head_tail" if ranks.balanced else "none"
+    config = rt.ContextParallelConfig(ranks.ulysses, ranks.ring, mesh=mesh, load_balance=balance)  # type: ignore[arg-type]
+    cp = rt.context_parallel(config) if mesh is None else rt.ContextParallel(config)
     whole, leaves = with_leaves(call)
 
     def share(x: Tensor, dim: int = 1, keys: bool = False) -> Tensor:

@@ -101,12 +101,22 @@ class Evidence:
     def _fitting(self) -> Iterator[Fault]:
         models = Models(self.inputs, self.right)
         ahead = any(n in ("out", "lse") for n in self.wrong)
-        for fault in (fault for table in KNOWN for fault in table(self.inputs, self.right)):
+        known = (fault for table in KNOWN for fault in table(self.inputs, self.right))
+        for fault in (*self._scaled_out(), *known):
             same = fault.forward is self.inputs and fault.steps is None
             if fault.change is None and same == ahead:
                 continue  # forward is wrong and the fault leaves it right, or the other way round
             if self._fits(models, fault):
                 yield fault
+
+    def _scaled_out(self) -> Iterator[Fault]:
+        """An out that is off by a factor, which backward is handed: dq and dk are off by another way."""
+        out, right = self.result.out, self.right.values.out
+        if "out" in self.wrong and self.wrong != ["out"] and out is not None and right is not None:
+            by = float((out.double() * right).sum() / (right * right).sum())
+            cause = f"an out that is {by:.4g} times what must come back"
+            change = lambda f: f._replace(out=by * right)
+            yield Fault(cause, self.inputs, self.inputs, out=by * right, change=change, linear=False)
 
     def _fits(self, models: Models, fault: Fault) -> bool:
         forward = (fault.steps or models.forward(fault.forward)).values
@@ -125,7 +135,8 @@ class Evidence:
             return True
         if ref is None or ref.shape != got.shape:
             return False
-        return self._distance(name, ref) <= self._limits[name]
+        error = self._distance(name, ref)
+        return error < torch.inf and error <= self._limits[name]
 
     def _distance(self, name: str, ref: Tensor) -> float:
         """The 2-norm of the difference; infinite where one is infinite and the other is not."""
@@ -136,15 +147,14 @@ class Evidence:
         """Within the rule's bounds, at the fault's own rounding scale."""
         got, ref, size = getattr(self.result, name), getattr(values, name), getattr(scale, name)
         right, usual = getattr(self.right.values, name), getattr(self.noise, name)
-        finite = ref.isfinite() & got.isfinite()
-        errors = norms((got.double() - ref).masked_fill(~finite, 0.0))
+        errors = _norms_or_inf(got, ref)
         for i, (error, floor) in enumerate(zip(errors, self.bounds[name], strict=True)):
             bound = floor
             if size is not None and usual is not None and size.shape == got.shape:
                 ratio = (RULE.noise_2, RULE.noise_inf)[i]
                 own, ours = norms(size)[i], norms(usual)[i]
                 bound = max(bound, own * max(ratio, floor / ours if ours else 0.0))
-            if not error <= SLACK * bound:
+            if not error <= min(SLACK * bound, 1e300):
                 return False
         if name not in self.wrong:
             return True

@@ -18,7 +18,11 @@ WORDS = {"dense": "the mask", "key_keep": "the key mask", "key_bias": "the bias 
 
 def masks(x: Inputs, right: Truth) -> Iterator[Fault]:
     for cause, mask in changed(x.mask, x):
-        yield from everywhere(cause, x, replace(x, mask=mask))
+        wrong = replace(x, mask=mask)
+        yield from everywhere(cause, x, wrong)
+        if x.mask.bias is not None and mask.bias is None:
+            zero = lambda f: f._replace(dbias=None if f.dbias is None else torch.zeros_like(f.dbias))
+            yield Fault(cause, wrong, change=zero)
     yield from blind_rows(x, right)
 
 

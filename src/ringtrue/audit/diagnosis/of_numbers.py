@@ -127,13 +127,19 @@ def handed(x: Inputs, right: Truth) -> Iterator[Fault]:
         name = str(dtype).removeprefix("torch.")
         if bool((coarse.isfinite() == lse.isfinite()).all()):
             yield Fault(f"an lse rounded to {name} on its way to backward", x, x, lse=coarse)
+            change = lambda f, c=coarse: f._replace(lse=c)
+            yield Fault(f"an lse rounded to {name}", x, x, lse=coarse, change=change, linear=False)
+        rough = out.to(dtype).double()
+        if torch.finfo(dtype).eps > torch.finfo(x.q.dtype).eps and bool(rough.isfinite().all()):
+            change = lambda f, c=rough: f._replace(out=c)
+            yield Fault(f"an out rounded to {name}", x, x, out=rough, change=change, linear=False)
 
 
 def swapped(x: Inputs) -> Iterator[Fault]:
     if x.k.shape == x.v.shape:
-        yield Fault("dk and dv swapped", x, change=lambda f: f._replace(dk=f.dv, dv=f.dk))
+        yield Fault("a swap of dk and dv", x, change=lambda f: f._replace(dk=f.dv, dv=f.dk))
     if x.q.shape == x.k.shape:
-        yield Fault("dq and dk swapped", x, change=lambda f: f._replace(dq=f.dk, dk=f.dq))
+        yield Fault("a swap of dq and dk", x, change=lambda f: f._replace(dq=f.dk, dk=f.dq))
 
 
 def undropped(x: Inputs) -> Iterator[Fault]:

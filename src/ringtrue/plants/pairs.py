@@ -1,32 +1,19 @@
-"""Faults of a pair that the judgement must find, beside the historical ones in ringtrue.plants."""
+"""Faults of a pair that the judgement must find, beside the historical ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ringtrue.audit.truth import bias_of, visible
-from ringtrue.contract import Claims, ForwardOut, Grads, Mask, OpPair, Options, accumulate_dtype
-from ringtrue.plants import BackwardCall, ForwardCall, changed, transposed_again
+from ..audit.truth import bias_of, visible
+from ..contract import ForwardOut, Grads, Mask, OpPair, Options, accumulate_dtype
+from .historical import BackwardCall, ForwardCall, changed, transposed_again
 
 MINUS_INF = float("-inf")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault, and what a pair must claim and which dtypes its inputs must have for it to be one.
-
-    where: a word in the ids of the cases that are tried first, which saves time and nothing else.
-    """
-
-    make: Callable[[OpPair], OpPair]
-    needs: Callable[[Claims], bool] = lambda claims: True
-    dtypes: frozenset[torch.dtype] = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-    where: str = ""
 
 
 def backward_sees(change: Callable[[BackwardCall], BackwardCall]) -> Callable[[OpPair], OpPair]:
@@ -232,7 +219,8 @@ def without_last_key(pair: OpPair) -> OpPair:
         call = BackwardCall(*args)  # type: ignore[arg-type]
         grads = pair.backward(*parts(call))
         dk, dv = (
-            torch.cat([g, torch.zeros_like(x[:, -1:])], 1) for g, x in zip(grads[1:3], (call.k, call.v), strict=True)
+            None if g is None else torch.cat([g, torch.zeros_like(x[:, -1:])], 1)
+            for g, x in zip(grads[1:3], (call.k, call.v), strict=True)
         )
         return grads._replace(dk=dk, dv=dv)
 
@@ -247,7 +235,8 @@ def groups_not_summed(pair: OpPair) -> OpPair:
         group = call.q.shape[2] // call.k.shape[2]
         k, v = (x.repeat_interleave(group, 2) for x in (call.k, call.v))
         grads = pair.backward(*call._replace(k=k, v=v))
-        return grads._replace(dk=grads.dk[:, :, ::group], dv=grads.dv[:, :, ::group])
+        dk, dv = (None if g is None else g[:, :, ::group] for g in grads[1:3])
+        return grads._replace(dk=dk, dv=dv)
 
     return replace(pair, backward=backward)
 
@@ -262,7 +251,7 @@ def groups_interleaved(pair: OpPair) -> OpPair:
     def backward(*args: object) -> Grads:
         call = BackwardCall(*args)  # type: ignore[arg-type]
         grads = pair.backward(*spread(call))
-        dk, dv = (g.unflatten(2, (-1, call.k.shape[2])).sum(2) for g in (grads.dk, grads.dv))
+        dk, dv = (None if g is None else g.unflatten(2, (-1, call.k.shape[2])).sum(2) for g in grads[1:3])
         return grads._replace(dk=dk, dv=dv)
 
     return replace(
@@ -280,14 +269,6 @@ def first_sample_keys(call: BackwardCall) -> BackwardCall:
     return call._replace(k=call.k[:1].expand_as(call.k), v=call.v[:1].expand_as(call.v))
 
 
-def scaled(name: str, by: float) -> Callable[[OpPair], OpPair]:
-    return backward_gives(
-        lambda call, grads: grads._replace(
-            **{name: None if getattr(grads, name) is None else getattr(grads, name) * by}
-        )
-    )
-
-
 def only_causal(mask: Mask) -> Mask:
     return Mask(causal=mask.causal)
 
@@ -296,78 +277,19 @@ def coarse(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-NOT_BFLOAT16 = frozenset({torch.float64, torch.float32, torch.float16})
-SIXTEEN = frozenset({torch.bfloat16, torch.float16})
+def grads_through(change: Callable[[Tensor], Tensor], *names: str) -> Callable[[OpPair], OpPair]:
+    """Some gradients are changed on their way out."""
 
-MUTANTS: dict[str, Mutant] = {
-    "q-transposed-twice": Mutant(backward_sees(lambda c: c._replace(q=transposed_again(c.q)))),
-    "all-transposed-twice": Mutant(
-        backward_sees(lambda c: c._replace(**{n: transposed_again(getattr(c, n)) for n in ("q", "k", "v")}))
-    ),
-    "strides-of-k-ignored": Mutant(
-        both_see(lambda c: c._replace(k=strides_ignored(c.k)), lambda c: c._replace(k=strides_ignored(c.k))),
-        where="outermost",
-    ),
-    "strides-of-grad-out-ignored": Mutant(
-        backward_sees(lambda c: c._replace(grad_out=strides_ignored(c.grad_out))), where="outermost"
-    ),
-    "lse-in-log2-returned": Mutant(lse_in_log2_returned),
-    "lse-in-log2-in-backward": Mutant(backward_sees(lambda c: c._replace(lse=c.lse / math.log(2)))),
-    "lse-in-bf16-returned": Mutant(forward_gives(lambda r: r._replace(lse=coarse(r.lse)))),
-    "lse-in-bf16-in-backward": Mutant(backward_sees(lambda c: c._replace(lse=coarse(c.lse)))),
-    "own-lse-in-backward": Mutant(own_lse),
-    "out-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(out=torch.zeros_like(c.out)))),
-    "dk-and-dv-swapped": Mutant(backward_gives(lambda c, g: g._replace(dk=g.dv, dv=g.dk))),
-    "upstream-gradient-ignored": Mutant(backward_sees(lambda c: c._replace(grad_out=torch.ones_like(c.grad_out)))),
-    "upstream-gradient-of-lse-ignored": Mutant(
-        backward_sees(lambda c: c._replace(grad_lse=None)), lambda c: c.dlse, where="lse"
-    ),
-    "scale-ignored": Mutant(both_see(default_scale, default_scale), where="scale"),
-    "scale-ignored-in-backward": Mutant(backward_sees(default_scale), where="scale"),
-    "scale-missing-in-dq": Mutant(backward_gives(lambda c, g: g._replace(dq=g.dq / (c.options.scale or 1)))),
-    "groups-not-summed": Mutant(groups_not_summed, where="gqa"),
-    "groups-interleaved": Mutant(groups_interleaved, where="gqa"),
-    "last-key-left-out": Mutant(without_last_key),
-    "first-sample-keys-in-backward": Mutant(backward_sees(first_sample_keys)),
-    "first-sample-mask": Mutant(both_see(first_sample_mask, first_sample_mask), where="keep"),
-    "mask-ignored-in-backward": Mutant(backward_sees(lambda c: c._replace(mask=only_causal(c.mask))), where="bool"),
-    "causal-ignored-in-backward": Mutant(
-        backward_sees(lambda c: c._replace(mask=replace(c.mask, causal=None))), where="causal"
-    ),
-    "causal-bottom-right": Mutant(moved(lambda c: c.k.shape[1] - c.q.shape[1]), where="causal"),
-    "causal-off-by-one": Mutant(moved(lambda c: -1), where="causal"),
-    "window-begins-early": Mutant(window_moved(first=-1), lambda c: "window" in c.masks, where="window"),
-    "window-begins-late": Mutant(window_moved(first=1), lambda c: "window" in c.masks, where="window"),
-    "window-ends-early": Mutant(window_moved(last=-1), lambda c: "window" in c.masks, where="window"),
-    "window-ends-late": Mutant(window_moved(last=1), lambda c: "window" in c.masks, where="window"),
-    "segments-of-keys-ignored": Mutant(
-        both_see(key_segments_ignored, key_segments_ignored), lambda c: "segments" in c.masks, where="segments"
-    ),
-    "random-state-not-replayed": Mutant(backward_sees(another_state), lambda c: c.dropout, where="dropout"),
-    "random-state-of-the-next-part": Mutant(backward_sees(next_parts_state), lambda c: c.dropout, where="dropout"),
-    "dropout-scale-missing-in-backward": Mutant(
-        backward_sees(dropped_but_not_scaled), lambda c: c.dropout, where="dropout"
-    ),
-    "dropout-ignored-in-backward": Mutant(backward_sees(dropout_ignored), lambda c: c.dropout, where="dropout"),
-    "softcap-ignored": Mutant(both_see(no_softcap, no_softcap), lambda c: c.softcap, where="softcap"),
-    "softcap-ignored-in-backward": Mutant(backward_sees(no_softcap), lambda c: c.softcap, where="softcap"),
-    "softcap-after-the-mask": Mutant(softcap_after_mask, lambda c: c.softcap, where="softcap"),
-    "blind-rows-average": Mutant(blind_rows_average, where="blind"),
-    "blind-rows-lse-zero": Mutant(
-        forward_gives(lambda r: r._replace(lse=r.lse.masked_fill(r.lse == MINUS_INF, 0.0))), where="blind"
-    ),
-    "blind-rows-nan": Mutant(backward_gives(blind_rows_nan), where="blind"),
-    "out-1-percent-off": Mutant(forward_gives(lambda r: r._replace(out=r.out * 1.01))),
-    "dq-1-percent-off": Mutant(scaled("dq", 1.01)),
-    "dk-1-percent-off": Mutant(scaled("dk", 1.01)),
-    "dv-1-percent-off": Mutant(scaled("dv", 1.01)),
-    "dbias-1-percent-off": Mutant(scaled("dbias", 1.01), lambda c: c.dbias, where="float"),
-    "out-in-bf16": Mutant(forward_gives(lambda r: r._replace(out=coarse(r.out))), dtypes=NOT_BFLOAT16),
-    "dk-in-bf16": Mutant(backward_gives(lambda c, g: g._replace(dk=coarse(g.dk))), dtypes=NOT_BFLOAT16),
-    "gradients-in-float32": Mutant(
-        backward_gives(lambda c, g: g._replace(dq=g.dq.float(), dk=g.dk.float())), dtypes=SIXTEEN
-    ),
-    "dk-missing": Mutant(backward_gives(lambda c, g: g._replace(dk=None))),
-    "dbias-of-lse-missing": Mutant(dbias_without_lse, lambda c: c.dbias and c.dlse, where="lse"),
-    "dbias-missing": Mutant(backward_gives(lambda c, g: g._replace(dbias=None)), lambda c: c.dbias, where="float"),
-}
+    def of(call: BackwardCall, grads: Grads) -> Grads:
+        there: dict[str, Tensor] = {n: getattr(grads, n) for n in names if getattr(grads, n) is not None}
+        return grads._replace(**{n: change(g) for n, g in there.items()})
+
+    return backward_gives(of)
+
+
+def all_transposed_again(call: BackwardCall) -> BackwardCall:
+    return call._replace(q=transposed_again(call.q), k=transposed_again(call.k), v=transposed_again(call.v))
+
+
+def without_scale_in_dq(call: BackwardCall, grads: Grads) -> Grads:
+    return grads if grads.dq is None else grads._replace(dq=grads.dq / (call.options.scale or 1.0))

@@ -12,12 +12,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ringtrue import merge
-from ringtrue.contract import ForwardOut, Grads, OpPair
-from ringtrue.parallel import context, globalise, joint, plan, ring, shard, ulysses
-from ringtrue.parallel.comm import Template
-from ringtrue.parallel.layout import dealt
-from ringtrue.parallel.schedule import Block, Schedule
+from .. import call, merge
+from ..contract import ForwardOut, Grads, OpPair
+from ..parallel import context, globalise, joint, plan, ring, shard, ulysses
+from ..parallel.comm import Template
+from ..parallel.layout import dealt
+from ..parallel.schedule import Block, Schedule
+from ..parallel.twin import World
 
 
 def _written(found: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -40,7 +41,7 @@ _merge, _add, _travel, _ring, _gather_keys = (
     merge.merge,
     ring._add,
     ring._travel,
-    plan.ring,
+    plan.ring,  # type: ignore[attr-defined]
     globalise._Globalise._gather,
 )
 
@@ -96,7 +97,7 @@ def neighbours_keys(op: Any, mine: Tensor | None, k: Tensor) -> Tensor:
 
 
 _here = threading.local()
-_state, _backward, _row, _globalise = ring._state, ring._Ring.backward, Schedule._row, plan.globalise
+_state, _backward, _row, _globalise = ring._state, ring._Ring.backward, Schedule._row, plan.globalise  # type: ignore[attr-defined]
 
 
 def backward_with_the_last_state(op: Any, *given: Any) -> Grads:
@@ -178,7 +179,8 @@ def neighbours_columns(x: Tensor, layout: Any, dim: int) -> list[Tensor]:
 def neighbours_segments(op: Any, mine: Tensor | None, k: Tensor) -> Tensor:
     """Documents of keys are joined in another rank order than the keys."""
     whole = _gather_keys(op, mine, k)
-    return whole if whole.dtype != torch.int64 else torch.cat(dealt(whole, op.k, 1)[::-1], 1)
+    of_ids = not whole.is_floating_point() and whole.dtype != torch.bool
+    return whole if not of_ids else torch.cat(dealt(whole, op.k, 1)[::-1], 1)
 
 
 def contiguous_layout(config: Any, lengths: Sequence[int], prefix: int = 0) -> Any:
@@ -230,3 +232,21 @@ def planted(name: str) -> Iterator[None]:
     """The named fault, in this process, for the time of the block."""
     with FAULTS[name]():
         yield
+
+
+def in_process(size: int, fn: Callable[[Any], Any]) -> list[Any]:
+    """fn(mesh) on `size` ranks that are threads of this process, as torch's own generator of one seed would have it."""
+
+    def body(mesh: Any) -> Any:
+        _drawing.generator = torch.Generator().manual_seed(7)
+        return fn(mesh)
+
+    with patch.object(call, "random_state", _random_state):
+        return World(size, wait=2.0).run(body)
+
+
+def _random_state() -> Tensor:
+    return torch.nn.functional.pad(torch.randint(2**63 - 1, (1,), generator=_drawing.generator), (0, 1))
+
+
+_drawing = threading.local()

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ringtrue.contract import Claims, ForwardOut, Grads, OpPair
-from ringtrue.plants import BackwardCall, ForwardCall
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A pair that remembers, and what it must claim for that to show."""
-
-    make: Callable[[OpPair], OpPair]
-    needs: Callable[[Claims], bool] = lambda claims: True
+from ..contract import ForwardOut, Grads, OpPair
+from .historical import BackwardCall, ForwardCall
 
 
 def _key(call: ForwardCall | BackwardCall) -> tuple[Any, ...]:
@@ -38,7 +30,7 @@ def first_strides(name: str) -> Callable[[OpPair], OpPair]:
             strides = first.setdefault(_key(call), given.stride())
             room = given.untyped_storage().nbytes() // given.element_size() - given.storage_offset()
             if sum((n - 1) * s for n, s in zip(given.shape, strides, strict=True)) < room:
-                call = call._replace(**{name: given.as_strided(given.shape, strides)})
+                call = call._replace(**{name: given.as_strided(given.shape, strides)})  # type: ignore[arg-type]
             return pair.backward(*call)
 
         return replace(pair, backward=backward)
@@ -94,13 +86,3 @@ def first_lse(pair: OpPair) -> OpPair:
         return pair.backward(*call._replace(lse=buffers[call.lse.shape].to(call.lse.dtype)))
 
     return replace(pair, forward=forward, backward=backward)
-
-
-MEMORIES: dict[str, Memory] = {
-    "strides-of-grad-out": Memory(first_strides("grad_out")),
-    "strides-of-out": Memory(first_strides("out")),
-    "scale": Memory(first_options("scale")),
-    "softcap": Memory(first_options("softcap"), lambda claims: claims.softcap),
-    "random-state": Memory(first_state, lambda claims: claims.dropout),
-    "lse": Memory(first_lse),
-}

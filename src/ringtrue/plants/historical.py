@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
+from ..contract import ForwardOut, Grads, Mask, OpPair, Options, Wanted, accumulate_dtype
 
 
 class ForwardCall(NamedTuple):
