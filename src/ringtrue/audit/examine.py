@@ -53,13 +53,18 @@ class Found:
         return max((v.strain for v in self.verdicts if not v.ok), default=0.0)
 
 
-def examine(subject: Subject, check: Check, device: torch.device | str = "cpu") -> Outcome:
-    """The verdict. Nothing a subject raises gets out; what ends the process does."""
-    outcome, _ = found_by(subject, check, device)
+def examine(subject: Subject, check: Check, device: torch.device | str = "cpu", *, explain: bool = True) -> Outcome:
+    """The verdict. Nothing a subject raises gets out; what ends the process does.
+
+    explain  with heat maps, snippet and diagnosis of what is wrong, which cost more than the check
+    """
+    outcome, _ = found_by(subject, check, device, explain=explain)
     return outcome
 
 
-def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu") -> tuple[Outcome, Found | None]:
+def found_by(
+    subject: Subject, check: Check, device: torch.device | str = "cpu", *, explain: bool = True
+) -> tuple[Outcome, Found | None]:
     """The verdict, and what it was found on, for who wants to explain or shrink a wrong one."""
     start = perf_counter()
 
@@ -68,7 +73,7 @@ def found_by(subject: Subject, check: Check, device: torch.device | str = "cpu")
         if found is None:
             return outcome, None
         outcome = replace(outcome, quantities=tuple(found.verdicts))
-        if outcome.bad and found.inputs is not None and found.result is not None:
+        if explain and outcome.bad and found.inputs is not None and found.result is not None:
             snippet = snippet_of(subject, check, found.inputs)
             maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
             outcome = replace(outcome, maps=maps, snippet=snippet, diagnosis=likely)

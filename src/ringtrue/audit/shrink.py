@@ -40,10 +40,10 @@ def shrink(
     tries  how many checks are run at most
     """
     if fails is None:
-        first = examine(subject, check, device)
+        first = examine(subject, check, device, explain=False)
         if not first.bad:
             raise ValueError(f"{check.id} is not wrong ({first.verdict}), so there is nothing to shrink")
-        fails = lambda other: way(examine(subject, other, device)) == way(first)
+        fails = lambda other: way(examine(subject, other, device, explain=False)) == way(first)
     seen: set[str] = {check.id}
     progress = True
     while progress:

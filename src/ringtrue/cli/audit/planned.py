@@ -47,9 +47,10 @@ def planned(
     """The plan. ValueError where a name means nothing or an id is none: its text says what there is."""
     subjects = {s.name: s for name in names for s in found(name, device, layout=layout, claims=claims)}
     work = [Work(Ask(name, device, layout, claims), tuple(of(s, choice))) for name, s in subjects.items()]
-    if not choice.cases and choice.group != "parallel":
+    own = () if choice.cases or choice.group == "parallel" else tuple(of_the_truth(choice.only, choice.seed))
+    if own:
         subjects = {TRUTH.name: TRUTH, **subjects}
-        work.insert(0, Work(Ask(TRUTH.name, "cpu"), tuple(of_the_truth(choice.only, choice.seed))))
+        work.insert(0, Work(Ask(TRUTH.name, "cpu"), own))
     return Plan(tuple(work), subjects)
 
 
