@@ -73,10 +73,11 @@ def found_by(
         if found is None:
             return outcome, None
         outcome = replace(outcome, quantities=tuple(found.verdicts))
-        if explain and outcome.bad and found.inputs is not None and found.result is not None:
-            snippet = snippet_of(subject, check, found.inputs)
-            maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
-            outcome = replace(outcome, maps=maps, snippet=snippet, diagnosis=likely)
+        if explain and outcome.bad and found.inputs is not None:
+            outcome = replace(outcome, snippet=snippet_of(subject, check, found.inputs))
+            if found.result is not None:
+                maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
+                outcome = replace(outcome, maps=maps, diagnosis=likely)
         return outcome, found
 
     missing = subject.unavailable()
@@ -94,7 +95,10 @@ def found_by(
         text = f"{type(error).__name__}: {_first_line(error)}"
         if lost := fatal(error) or _device_lost(inputs.q.device):
             return made(CRASH, text if lost is True else f"{text}, and then {lost}")
-        return made(REFUSED, f"{against} ({text})") if against else made(CLAIMED_BUT_REFUSED, text)
+        if against:
+            return made(REFUSED, f"{against} ({text})")
+        outcome, _ = made(CLAIMED_BUT_REFUSED, text)
+        return replace(outcome, snippet=snippet_of(subject, check, inputs) if explain else ""), None
     if found.ok:
         return made(PASS, f"beyond its claims: {against}" if against else found.told, found)
     if not against and _may_be_chance(check, found):

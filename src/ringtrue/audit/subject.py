@@ -214,7 +214,7 @@ class Subject(Protocol):
              Any exception is a refusal. Where call.ranks.size > 1 it runs in that many processes with a default
              process group, and gives tensors of the whole call's shapes that add up, over the ranks, to the answer
     source   lines of Python that compute `out` (and `lse`) from query, key, value, attn_mask, is_causal, scale … ;
-             what a reader pastes into a bug report
+             what a reader pastes into a bug report (what the lines may name: snippet.py)
     """
 
     @property
