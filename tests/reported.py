@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from ringtrue.audit.checks import checks
-from ringtrue.audit.examine import found_by
+from ringtrue.audit.examine import examine
 from ringtrue.audit.judge import Verdict
-from ringtrue.audit.maps import maps_of
 from ringtrue.audit.outcome import VERDICTS, HeatMap, Outcome, Report
 from ringtrue.audit.subject import Call, Plain, Says
 
@@ -38,13 +38,11 @@ WRONG = Plain("test/no-scale", without_scale, CLAIMS, "without a scale")
 
 def measured(only: str = "call/length-5/float32") -> Report:
     """A real audit of a right and a wrong subject."""
-    outcomes = []
-    for subject in (RIGHT, WRONG):
-        for check in checks("smoke", dtypes=["float32", "bfloat16"], only=only):
-            outcome, found = found_by(subject, check)
-            maps = () if found is None or found.inputs is None else maps_of(found.inputs, found.result, found.verdicts)
-            kept = {**outcome.__dict__, "maps": maps, "replay": f"ringtrue audit {subject.name} --only {check.id}"}
-            outcomes.append(Outcome(**kept))
+    outcomes = [
+        replace(examine(subject, check), replay=f"ringtrue audit {subject.name} --case {check.id}")
+        for subject in (RIGHT, WRONG)
+        for check in checks("smoke", dtypes=["float32", "bfloat16"], only=only)
+    ]
     about = {s.name: s.about for s in (RIGHT, WRONG)}
     return Report(tuple(outcomes), {"torch": torch.__version__, "device": "cpu"}, about, "ringtrue audit test", 1.5)
 
@@ -67,7 +65,7 @@ def composed() -> Report:
             diagnosis="dq is what a scale of 1 gives" if verdict == "wrong" else "",
             maps=(heat,) if verdict == "wrong" else (),
             seconds=0.25,
-            replay=f"ringtrue audit {subject} --only 'call/case-{i}<b>/float32'",
+            replay=f"ringtrue audit {subject} --case 'call/case-{i}<b>/float32'",
             snippet="import torch\n# </script>\nprint('dq')\n" if verdict == "wrong" else "",
         )
         for subject in ("one/<i>name</i>", "two/right")

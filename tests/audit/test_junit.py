@@ -44,8 +44,8 @@ def test_counts_add_up() -> None:
 
 def test_a_failure_says_what_to_know() -> None:
     root = ElementTree.fromstring(to_junit(reported.measured()).encode())
-    (failure,) = [f for f in root.iter("failure") if "--only call/length-5/float32" in f.text]
+    (failure,) = [f for f in root.iter("failure") if "--case call/length-5/float32" in f.text]
     assert failure.get("type") == "wrong"
     assert "dq    FAIL  2-norm" in failure.text
-    assert "ringtrue audit test/no-scale --only call/length-5/float32" in failure.text
+    assert "ringtrue audit test/no-scale --case call/length-5/float32" in failure.text
     assert "out   ok" in next(root.iter("system-out")).text

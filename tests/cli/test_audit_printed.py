@@ -26,7 +26,7 @@ def test_a_wrong_outcome_is_told() -> None:
     shown = printed(report)
     text = "\n".join(shown)
     assert "✗ test/no-scale  call/length-5/float32  wrong" in text
-    assert "    replay: ringtrue audit test/no-scale --only call/length-5/float32" in text
+    assert "    replay: ringtrue audit test/no-scale --case call/length-5/float32" in text
     wrong = [v for o in report.outcomes if o.bad for v in o.quantities if not v.ok]
     assert wrong
     for verdict in wrong:
