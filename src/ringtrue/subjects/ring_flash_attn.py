@@ -24,7 +24,7 @@ from torch import Tensor
 from ..audit.subject import Call, Plain, Quantities, Says, Subject
 from . import _flash_attn
 from ._ranks import answered, equal_parts
-from ._torch_calls import seeded, unsupported
+from ._torch_calls import dense_kinds, seeded, unsupported
 
 RELEASES = ("0.1.8",)  # those that somebody has looked at
 PACKAGE = "ring_flash_attn"
@@ -104,9 +104,9 @@ class Ring(Plain):
         raise NotImplementedError("it runs in several processes")
 
     def run(self, call: Call) -> Quantities:
-        unsupported(call, "segments", "softcap", "mask")
-        if call.mask.causal not in (None, 0) or call.ranks.ulysses > 1 or call.ranks.size == 1:
-            raise NotImplementedError("there is no argument for a causal offset, nor anything but a ring")
+        unsupported(call, "segments", "softcap")
+        if call.mask.causal not in (None, 0) or dense_kinds(call) or call.ranks.ulysses > 1 or call.ranks.size == 1:
+            raise NotImplementedError("there is no argument for a mask or a causal offset, nor anything but a ring")
         equal_parts(call)
         if self.order == "llama3":
             return self._packed(call)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..audit.subject import Call, Plain, Quantities, Says, Subject
 from . import _flash_attn
 from ._ranks import answered, equal_parts
-from ._torch_calls import seeded, unsupported
+from ._torch_calls import dense_kinds, seeded, unsupported
 from .ring_flash_attn import window
 
 RELEASES = ("0.6.4",)  # those that somebody has looked at
@@ -109,6 +109,10 @@ class LongContext(Plain):
             "one process": call.ranks.size == 1,
             "causal alone": self.order in ("zigzag", "strip") and call.mask.causal is None,
             "an lse": call.grad_lse is not None,
+            "a ring of one over gloo, in which a rank sends to itself": self.order != "ulysses"
+            and call.ranks.ring == 1
+            and dist.is_initialized()
+            and dist.get_backend() == "gloo",
         }
         return "; ".join(filter(None, [self.says.against(call), *(r for r, there in reasons.items() if there)]))
 
@@ -116,9 +120,9 @@ class LongContext(Plain):
         raise NotImplementedError("it runs in several processes")
 
     def run(self, call: Call) -> Quantities:
-        unsupported(call, "segments", "mask")
-        if call.mask.causal not in (None, 0) or call.ranks.size == 1:
-            raise NotImplementedError("there is no argument for a causal offset, and none for one process")
+        unsupported(call, "segments")
+        if call.mask.causal not in (None, 0) or dense_kinds(call) or call.ranks.size == 1:
+            raise NotImplementedError("there is no argument for a mask, for a causal offset, nor for one process")
         if self.order == "ulysses" and call.ranks.ring > 1:
             raise NotImplementedError("UlyssesAttention has no ring")
         equal_parts(call)
