@@ -1,7 +1,8 @@
 """torch.nn.attention.flex_attention: masks and biases as functions of the place, as its documentation writes them.
 
 flex/eager       called as it is: the unfused path, which holds all scores
-flex/compiled    torch.compile(flex_attention): C++ on a CPU, Triton on CUDA. One compilation for every new kind of call
+flex/compiled    torch.compile(flex_attention, dynamic=False): C++ on a CPU, Triton on CUDA. A compilation for every
+                 kind and size of call: seconds each
 
 What hides is a mask_mod (bool tensors, key masks, causal, windows, segments, joined by and_masks into one block mask);
 what changes scores is a score_mod (softcap, then the float mask, a captured tensor: its gradient is flex's to give).
@@ -65,7 +66,8 @@ def no_compiler(device: str) -> str:
 
 @lru_cache
 def compiled() -> Any:
-    return torch.compile(flex_attention)
+    """Compiled for every size anew: what is found then does not depend on the sizes of earlier calls."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class Flex(Plain):
@@ -199,7 +201,7 @@ def _attends(subject: Flex, call: Call) -> list[str]:
             ("return_aux=AuxRequest(lse=True)", subject.says.lse),
         )
     )
-    attend = "torch.compile(flex_attention)" if subject.name == "flex/compiled" else "flex_attention"
+    attend = "torch.compile(flex_attention, dynamic=False)" if subject.name == "flex/compiled" else "flex_attention"
     found = f"{attend}(*(x.transpose(1, 2) for x in (query, key, value)){arguments})"
     if subject.says.lse:
         return [f"out, aux = {found}", "out, lse = out.transpose(1, 2), aux.lse"]
