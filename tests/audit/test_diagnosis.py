@@ -92,6 +92,17 @@ def test_a_form_that_explains_only_a_part_is_not_named() -> None:
     assert diagnose(x, result._replace(dk=result.dk.double())) == ""
 
 
+def test_shapes_that_no_fault_gives_are_left_alone() -> None:
+    """Nothing that a subject returns may end the audit."""
+    x = build(case("wide-values"))
+    good = right(x)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        t = getattr(good, name)
+        for odd in (t[..., :-1], t[:, :0], t.flatten(), t.unsqueeze(0), t[0], t.new_zeros(())):
+            assert diagnose(x, good._replace(**{name: odd})) == "", (name, odd.shape)
+    assert diagnose(x, good._replace(dk=good.dv, dv=good.dk)) == "dk and dv are in each other's place"
+
+
 def test_a_bias_that_is_not_summed() -> None:
     x = build(case("float-qk"))
     result = right(x)

@@ -27,6 +27,7 @@ def form(inputs: Inputs, result: Quantities, right: Truth, expected: dict[str, L
     found = Form(result)
     _missing(found, expected)
     _dtypes(found, expected, inputs)
+    _swapped(found, expected)
     for name, (shape, _) in expected.items():
         x = getattr(found.result, name)
         if x is not None and x.shape != shape:
@@ -66,6 +67,17 @@ def _dtypes(found: Form, expected: dict[str, Like], inputs: Inputs) -> None:
         )
 
 
+def _swapped(found: Form, expected: dict[str, Like]) -> None:
+    """dk and dv in each other's place, where their shapes tell."""
+    dk, dv = found.result.dk, found.result.dv
+    if dk is None or dv is None or not {"dk", "dv"} <= expected.keys():
+        return
+    wanted = expected["dk"][0], expected["dv"][0]
+    if wanted[0] != wanted[1] and (dv.shape, dk.shape) == wanted:
+        found.texts.append("dk and dv are in each other's place")
+        found.result = found.result._replace(dk=dv, dv=dk)
+
+
 def _shape(found: Form, name: str, x: Tensor, shape: torch.Size, inputs: Inputs) -> None:
     """Shapes that known faults give; the verdict on the numbers comes afterwards."""
     mask = inputs.mask
@@ -78,9 +90,9 @@ def _shape(found: Form, name: str, x: Tensor, shape: torch.Size, inputs: Inputs)
         text, x = f"lse is padded from {shape[2]} to {x.shape[2]} queries", x[:, :, : shape[2]]
     elif name == "dbias" and x.shape == full:
         text, x = "dbias is not summed over the dims that the mask is broadcast along", sum_to_bias(x.double(), mask)
-    elif x.dim() == 4 and x.transpose(1, 2).shape == shape:
+    elif x.dim() == 4 and x.transpose(1, 2).shape == shape and name != "dbias":
         text, x = f"{name} is laid out with heads before tokens", x.transpose(1, 2)
-    elif name in ("dk", "dv") and x.dim() == 4 and x.shape[2] == inputs.q.shape[2]:
+    elif name in ("dk", "dv") and x.shape == (*shape[:2], inputs.q.shape[2], shape[3]):
         text = f"{name} is not summed over the query heads of a group"
         x = x.unflatten(2, (shape[2], -1)).sum(3)
     else:
