@@ -76,8 +76,8 @@ def text(runs: list[dict[str, Any]]) -> str:
     )
     return f"""# False alarms
 
-Every CPU backend and op pair of ringtrue, all of them right, on the smoke group with {len(runs)} seeds
-({seeds}): each seed is other numbers for every case. Made by `python docs/measured/false_alarms.py`
+Every CPU backend and op pair of ringtrue, all of them right, on the smoke group with {len(runs)}
+seeds ({seeds}): each seed is other numbers for every case. Made by `python docs/measured/false_alarms.py`
 (torch {torch.__version__}, one thread a process).
 
 | verdict | checks |
