@@ -71,6 +71,7 @@ ARROWS: dict[str, frozenset[str]] = {
 SEAM = "audit.subject"  # all that subjects may import of the audit
 DISTRIBUTED = (
     "parallel.comm",
+    "cli.hosted",
     "cli.worker",
     "bench",
     "subjects",

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="assignment, override"
+# (the base class names its parameters otherwise in torch 2.11 and 2.13)
 """A process group for ranks that share one GPU: tensors travel through the host's memory, over gloo.
 
 NCCL takes one rank a GPU, and gloo's own CUDA collectives end the process in torch 2.11 (all_gather into one tensor).
@@ -11,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 NAME = "hosted"
 
@@ -24,8 +26,8 @@ class HostedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._sent: list[Tensor] = []
 
     @property

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import hosted
+
 
 @dataclass(frozen=True)
 class Order:
@@ -113,10 +115,12 @@ def perform(order: Order, device: torch.device, pipe: Connection) -> Done | Fail
     job = Job(order.rank, order.world, device, Path(order.folder), order.timeout, report)
     try:
         if order.world > 1:
-            # NCCL takes one rank a GPU; gloo lets several share one, through the host
             own_gpu = device.type == "cuda" and order.world <= torch.cuda.device_count()
+            shared = device.type == "cuda" and not own_gpu
+            if shared:
+                hosted.register()
             dist.init_process_group(
-                "nccl" if own_gpu else "gloo",
+                "nccl" if own_gpu else hosted.NAME if shared else "gloo",
                 init_method=f"file://{order.rendezvous}",
                 rank=order.rank,
                 world_size=order.world,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ...audit.checks import DTYPES, GROUPS
 from ...audit.junit import to_junit
-from ...audit.outcome import USAGE_CODE
+from ...audit.outcome import NOTHING_RAN_CODE, RIGHT_CODE, USAGE_CODE
 from ...audit.record import to_json
 from ...audit.subject import Says
 from ...audit.waivers import Waiver
@@ -23,6 +23,7 @@ from ...subjects.claims_file import read as read_claims
 from ...subjects.function import LAYOUTS
 from ..options import device_here, one_of
 from ..output import say, writable
+from .lanes import UNFINISHED
 from .page import to_html, unavailable
 from .planned import Choice, Plan, planned
 from .printed import print_report
@@ -46,6 +47,7 @@ def audit(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side, on a GPU too.")] = 2,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds of silence after which a check hangs.")] = SILENCE,
+    limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which no other check begins.")] = None,
     layout: Annotated[str, typer.Option(help=f"Of package.module:function: {', '.join(LAYOUTS)}.")] = "bshd",
     claims: Annotated[Path | None, typer.Option(metavar="FILE", help="What package.module:function claims.")] = None,
     waive: Annotated[Path | None, typer.Option(metavar="FILE", help="Known faults, each with reason and link.")] = None,
@@ -53,23 +55,26 @@ def audit(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything measured, as JSON.")] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page: a matrix, heat maps.")] = None,
+    self_test: Annotated[bool, typer.Option("--self-test", help="Plant known faults; all must be caught.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Show subjects and checks, run nothing.")] = False,
 ) -> None:
     """Prove or disprove anybody's attention: forward and backward against a float64 truth, and laws that need none.
 
-    Exit status: 0 all right, 1 something is wrong, 2 usage, 3 nothing ran.
+    Exit status: 0 all right, 1 something is wrong, 2 usage, 3 nothing ran, or not everything in time.
     """
     console = Console()
     writers = [(writable(p, f"--{w}"), w) for p, w in ((json, "json"), (junit, "junit"), (html, "html"))]
     if html is not None and (why := unavailable()):
         raise typer.BadParameter(why, param_hint="--html")
+    if self_test:
+        raise typer.Exit(_self_test(console, json, only))
     choice = Choice(_one(group, "--group", GROUPS), tuple(case or ()), only, seed, _each(dtype, "--dtype", DTYPES))
     plan = _plan(subjects, device_here(device), choice, _one(layout, "--layout", LAYOUTS), _claims(claims))
     if list_only:
         _list(console, plan)
         return
     options = _repeated(layout, claims)
-    manner = Manner(device, jobs, timeout, seed, options, _waivers(waive), shrink)
+    manner = Manner(device, jobs, timeout, limit, seed, options, _waivers(waive), shrink)
     with Progress(console) as progress:
         report, problems = run(plan, manner, " ".join(["ringtrue", *sys.argv[1:]]), progress.on_outcome)
     print_report(report, console)
@@ -79,7 +84,9 @@ def audit(
             say(console, f"written: {path}")
     for problem in problems:
         say(console, f"waivers: {problem}")
-    raise typer.Exit(USAGE_CODE if problems else report.exit_code)
+    unfinished = any(o.reason in UNFINISHED for o in report.outcomes)  # right as far as it went is not green
+    code = NOTHING_RAN_CODE if unfinished and report.exit_code == RIGHT_CODE else report.exit_code
+    raise typer.Exit(USAGE_CODE if problems else code)
 
 
 def _repeated(layout: str, claims: Path | None) -> str:
@@ -122,6 +129,12 @@ def _waivers(path: Path | None) -> tuple[Waiver, ...]:
         return () if path is None else tuple(read_waivers(path))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--waive") from error
+
+
+def _self_test(console: Console, json: Path | None, only: str) -> int:
+    from .selftest import self_test
+
+    return self_test(console, json, only)
 
 
 def _list(console: Console, plan: Plan) -> None:

@@ -8,14 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Lock
+from time import time
 from typing import Any
 
 from ...audit.checks import Check
 from ...audit.order import differing
-from ...audit.outcome import BAD, CRASH, Outcome
+from ...audit.outcome import BAD, CRASH, NOT_RUN, Outcome
 from ..pool import Pool, Task, WorkerError
 from .tasks import Ask
 
+UNFINISHED = OUT_OF_TIME, INTERRUPTED = "out of time (--limit)", "interrupted"
 TASKS = "ringtrue.cli.audit.tasks"
 BATCH = 40  # checks that a lane takes at a time: enough to hide the exchange, few enough to end together
 PEERS = ("PeerError", "CommunicationError", "DistBackendError", "gloo", "Timed out", "timed out", "Connection")
@@ -32,14 +34,34 @@ class Work:
 OnOutcome = Callable[[Outcome], None]
 
 
-def audited(work: Sequence[Work], jobs: int, timeout: float, on_outcome: OnOutcome) -> list[Outcome]:
+@dataclass
+class Clock:
+    """When to stop: time.time() after which no check begins, and why then; Ctrl-C moves it to now."""
+
+    until: float = float("inf")
+    why: str = OUT_OF_TIME
+
+    @property
+    def over(self) -> bool:
+        return time() > self.until
+
+    def stop(self) -> None:
+        self.until, self.why = 0.0, INTERRUPTED
+
+
+def audited(
+    work: Sequence[Work], jobs: int, timeout: float, on_outcome: OnOutcome, limit: float | None = None
+) -> list[Outcome]:
     """The outcome of every check, in the order of `work`. `on_outcome` is told each as it comes, from any thread.
+
+    What has not begun when the time is over, or at Ctrl-C, is "not run"; nothing that is known is lost.
 
     jobs      processes side by side; a check that is cut over ranks takes as many of its own, one check at a time
     timeout   seconds without a word after which a process counts as hanging; the check it was at is a crash
     """
     told: dict[tuple[str, str], Outcome] = {}
     lock = Lock()
+    clock = Clock() if limit is None else Clock(time() + limit)
 
     def tell(outcome: Outcome) -> None:
         with lock:
@@ -55,22 +77,34 @@ def audited(work: Sequence[Work], jobs: int, timeout: float, on_outcome: OnOutco
         cut.append(Work(one.ask, tuple(c for c in one.checks if c.ranks.size > 1)))
     if not queue.empty():
         with ThreadPoolExecutor(jobs) as lanes:
-            for done in [lanes.submit(_lane, queue, timeout, tell) for _ in range(jobs)]:
-                done.result()
-    for size in sorted({c.ranks.size for one in cut for c in one.checks}):
-        _in_ranks(size, [(w.ask, c) for w in cut for c in w.checks if c.ranks.size == size], timeout, tell)
-    return [told[w.ask.name, c.id] for w in work for c in w.checks]
+            started = [lanes.submit(_lane, queue, timeout, tell, clock) for _ in range(jobs)]
+            try:
+                for done in started:
+                    done.result()
+            except KeyboardInterrupt:  # lanes end with the check they are at
+                clock.stop()
+    try:
+        for size in sorted({c.ranks.size for one in cut for c in one.checks}):
+            some = [(w.ask, c) for w in cut for c in w.checks if c.ranks.size == size]
+            _in_ranks(size, some, timeout, tell, clock)
+    except KeyboardInterrupt:
+        clock.stop()
+
+    def of(ask: Ask, check: Check) -> Outcome:
+        return told.get((ask.name, check.id)) or Outcome(ask.name, check.id, NOT_RUN, clock.why)
+
+    return [of(w.ask, c) for w in work for c in w.checks]
 
 
-def _lane(queue: SimpleQueue[Work], timeout: float, tell: OnOutcome) -> None:
+def _lane(queue: SimpleQueue[Work], timeout: float, tell: OnOutcome, clock: Clock) -> None:
     """One process at a time, replaced when it dies."""
     pool: Pool | None = None
     try:
         for work in _taken(queue):
             left = list(work.checks)
-            while left:
+            while left and not clock.over:
                 pool = pool or _started(1, work.ask.device, timeout)
-                left, alive = _batch(pool, Work(work.ask, tuple(left)), timeout, tell)
+                left, alive = _batch(pool, Work(work.ask, tuple(left)), timeout, tell, clock.until)
                 if not alive:
                     pool.close()
                     pool = None
@@ -93,7 +127,9 @@ def _started(size: int, device: str, timeout: float) -> Pool:
     return pool
 
 
-def _batch(pool: Pool, work: Work, timeout: float, tell: OnOutcome) -> tuple[list[Check], bool]:
+def _batch(
+    pool: Pool, work: Work, timeout: float, tell: OnOutcome, until: float = float("inf")
+) -> tuple[list[Check], bool]:
     """Run checks until one ends the process: those that are left, and whether the process is still of use."""
     got: list[Outcome] = []
 
@@ -105,7 +141,7 @@ def _batch(pool: Pool, work: Work, timeout: float, tell: OnOutcome) -> tuple[lis
         tell(value)
 
     try:
-        pool.run([Task(work.ask.name, f"{TASKS}:examine_all", (work.ask, work.checks))], news)
+        pool.run([Task(work.ask.name, f"{TASKS}:examine_all", (work.ask, work.checks, until))], news)
     except WorkerError as error:
         if len(got) < len(work.checks):
             tell(_crash(work.ask, work.checks[len(got)], str(error)))
@@ -157,10 +193,12 @@ def shrunken(checks: Sequence[tuple[Ask, Check]], timeout: float) -> list[Outcom
     return found
 
 
-def _in_ranks(size: int, checks: list[tuple[Ask, Check]], timeout: float, tell: OnOutcome) -> None:
+def _in_ranks(size: int, checks: list[tuple[Ask, Check]], timeout: float, tell: OnOutcome, clock: Clock) -> None:
     """Checks whose call is cut over `size` processes, one after the other."""
     pool: Pool | None = None
     for ask, check in checks:
+        if clock.over:
+            break
         pool = pool or _started(size, ask.device, timeout)
         try:
             (outcomes,) = pool.run([Task(check.id, f"{TASKS}:examine_in_ranks", (ask, check), size)])

@@ -26,6 +26,7 @@ class Manner:
     device: str
     jobs: int
     timeout: float
+    limit: float | None = None
     seed: int = 0
     options: str = ""
     waivers: tuple[Waiver, ...] = ()
@@ -42,7 +43,7 @@ def run(plan: Plan, manner: Manner, command: str, on_outcome: OnOutcome) -> tupl
         done += 1
         on_outcome(outcome, done, plan.total)
 
-    outcomes = audited(plan.work, manner.jobs, manner.timeout, tell)
+    outcomes = audited(plan.work, manner.jobs, manner.timeout, tell, manner.limit)
     if manner.shrink:
         outcomes += [replayable(o, manner) for o in smaller(plan.work, outcomes, manner)]
     outcomes = [replayable(o, manner) for o in outcomes]

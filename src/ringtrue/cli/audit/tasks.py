@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import time
 from typing import Any
 
 import torch
@@ -33,15 +34,18 @@ class Ask:
         return next((s for s in chosen if s.name == self.name), chosen[0])
 
 
-def examine_all(job: Job, ask: Ask, checks: Sequence[Check]) -> int:
-    """Each check in this order, as news, until one leaves the process of no use: what ends it is the one after that."""
+def examine_all(job: Job, ask: Ask, checks: Sequence[Check], until: float) -> int:
+    """Each check in this order, as news, until one leaves the process of no use: what ends it is the one after that.
+
+    until  time.time() after which no other check begins
+    """
     warnings.simplefilter("ignore")  # why torch passes over a kernel is said once a kernel and helps nobody here
     torch.set_num_threads(1)  # the tensors are tiny, and the other cores have audits of their own
     subject = ask.subject()
     for number, check in enumerate(checks, 1):
         outcome = examine(subject, check, ask.device)
         job.report(outcome)
-        if outcome.verdict == CRASH:
+        if outcome.verdict == CRASH or time() > until:
             return number
     return len(checks)
 
