@@ -88,6 +88,29 @@ def ring(x: Inputs) -> Iterator[Fault]:
             edges, rows = _edges(keys, n), _owner(queries, n, x)
             parts = tuple(_of_rows(_stale(x, edges, r), rows == r) for r in range(n))
             yield Fault(f"stale key and value: {stale} ({n} ranks)", x, x, parts=parts)
+            if keys % n == 0:
+                yield _first_step_alone(x, n)
+            if n > 2 and keys % n == 0 and not x.mask.kinds and x.mask.causal is None:
+                parts = tuple(_of_rows(_reflected(x, n, r), rows == r) for r in range(n))
+                yield Fault(f"a ring whose sums travel the wrong way round ({n} ranks)", x, x, parts=parts)
+
+
+def _first_step_alone(x: Inputs, n: int) -> Fault:
+    """Every step of a ring's backward repeats the first: own keys, with the out and lse of those, summed as if rotated.
+
+    (diffusers up to 0.39: what backward reads was saved in the first step, and the loop's own variables go unused.)
+    """
+    keys, queries = x.k.shape[1], x.q.shape[1]
+    alone = _apart(x, _owner(queries, n, x).unsqueeze(1) == _owner(keys, n, x))
+
+    def change(f: Quantities) -> Quantities:
+        def mixed(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.unflatten(1, (n, -1)).sum(1).repeat(1, n, 1, 1)
+
+        return f._replace(dq=None if f.dq is None else n * f.dq, dk=mixed(f.dk), dv=mixed(f.dv))
+
+    cause = f"stale key and value: the first step of a ring's backward, its keys, out and lse, in all steps ({n} ranks)"
+    return Fault(cause, x, alone, own=True, change=change)
 
 
 def _stale(x: Inputs, edges: Sequence[int], first: int) -> Inputs:
@@ -99,6 +122,16 @@ def _stale(x: Inputs, edges: Sequence[int], first: int) -> Inputs:
         return torch.cat([torch.cat([one[:, : p.shape[1]], p[:, one.shape[1] :]], 1) for p in parts], 1)
 
     return replace(x, k=of(x.k), v=of(x.v))
+
+
+def _reflected(x: Inputs, n: int, r: int) -> Inputs:
+    """Part c of the keys at the place of part 2r - c, as sums that move against the keys see them from rank r.
+
+    (diffusers 0.40 to 0.42: right for two ranks, where both ways around are the same.)
+    """
+    order = torch.tensor([(2 * r - s) % n for s in range(n)], device=x.k.device)
+    k, v = (t.unflatten(1, (n, -1))[:, order].flatten(1, 2) for t in (x.k, x.v))
+    return replace(x, k=k, v=v)
 
 
 def _of_rows(x: Inputs, rows: Tensor) -> Inputs:
