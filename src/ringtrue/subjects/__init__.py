@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from ..audit.subject import Plain, Says, Subject
 from .function import function
@@ -32,7 +33,7 @@ TRUTH = Plain(
 
 
 def found(name: str, device: str, *, layout: str = "bshd", claims: Says | None = None) -> list[Subject]:
-    """The subjects that a name means, at least one. ValueError where there is none: its text lists what there is.
+    """The subjects that a name, or a pattern ("torch/*"), means: at least one. ValueError lists what there is.
 
     layout, claims  of a function (function.py); a family knows its own
     """
@@ -44,7 +45,8 @@ def found(name: str, device: str, *, layout: str = "bshd", claims: Says | None =
     if family not in FAMILIES:
         raise ValueError(f"unknown subject {name!r}: {', '.join(FAMILIES)}, or package.module:function")
     subjects = list(of_family(family, device))
-    chosen = [s for s in subjects if not which or s.name == name or s.name.startswith(f"{name}/")]
+    exact = [s for s in subjects if s.name == name]
+    chosen = exact or [s for s in subjects if not which or fnmatchcase(s.name, name) or s.name.startswith(f"{name}/")]
     if not chosen:
         raise ValueError(f"unknown subject {name!r} on {device}: {', '.join(s.name for s in subjects)}")
     return chosen
