@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..contract import Wanted
+from .drawn import revealed_by
 from .inputs import Inputs
 from .subject import Call, Ranks, Says, Subject
 from .truth import Quantities
@@ -38,22 +38,15 @@ def within(says: Says, inputs: Inputs) -> Inputs:
 
 
 def revealed(subject: Subject, inputs: Inputs, ranks: Ranks = Ranks()) -> Tensor:
-    """The dropout mask that a subject draws, (B, H, Sq, Sk) float64: as `drawn.drawn_mask`, through the whole subject.
+    """The dropout mask that a subject draws, (B, H, Sq, Sk) float64; it must draw the same whatever v holds."""
 
-    Only the sum over columns of the identity is read, so the subject must draw the same mask whatever v holds.
-    """
-    width, keys = inputs.v.shape[3], inputs.v.shape[1]
-    parts = []
-    for start in range(0, keys, width):
-        columns = torch.eye(keys, dtype=inputs.v.dtype, device=inputs.v.device)[:, start : start + width]
-        columns = torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
-        v = columns[None, :, None].expand(inputs.v.shape).contiguous()
-        out = subject.run(call_of(replace(inputs, v=v), ranks)).out
+    def forward(x: Inputs) -> Tensor:
+        out = subject.run(call_of(x, ranks)).out
         if out is None:
             raise ValueError("the subject gave no out, so what it dropped cannot be seen")
-        parts.append(out[..., : min(width, keys - start)])
-    weights = torch.cat(parts, -1).transpose(1, 2)
-    return (weights != 0).double() / (1.0 - inputs.options.dropout_p)
+        return out
+
+    return revealed_by(forward, inputs)
 
 
 def run(subject: Subject, inputs: Inputs, ranks: Ranks = Ranks()) -> Quantities:
