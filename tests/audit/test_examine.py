@@ -165,3 +165,10 @@ def test_exit_codes() -> None:
     assert of(PASS, REFUSED, NOT_RUN) == RIGHT_CODE
     assert {of(PASS, bad) for bad in (WRONG, CRASH, RAN_UNCLAIMED, CLAIMED_BUT_REFUSED)} == {WRONG_CODE}
     assert of(REFUSED, NOT_RUN) == of() == NOTHING_RAN_CODE
+
+
+def test_an_explanation_that_fails_hides_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examining, "diagnose", lambda inputs, result: 1 / 0)
+    outcome = examine(replace(RIGHT, attend=lambda c: eager(c) * 1.01), Check(case("length-33")))
+    assert outcome.verdict == WRONG
+    assert "ZeroDivisionError" in outcome.reason

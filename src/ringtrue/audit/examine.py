@@ -73,12 +73,8 @@ def found_by(
         if found is None:
             return outcome, None
         outcome = replace(outcome, quantities=tuple(found.verdicts))
-        if explain and outcome.bad and found.inputs is not None:
-            outcome = replace(outcome, snippet=snippet_of(subject, check, found.inputs))
-            if found.result is not None:
-                maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
-                outcome = replace(outcome, maps=maps, diagnosis=likely)
-        return outcome, found
+        wrong = explain and outcome.bad and found.inputs is not None
+        return explained(outcome, subject, check, found) if wrong else outcome, found
 
     missing = subject.unavailable()
     if missing:
@@ -98,7 +94,7 @@ def found_by(
         if against:
             return made(REFUSED, f"{against} ({text})")
         outcome, _ = made(CLAIMED_BUT_REFUSED, text)
-        return replace(outcome, snippet=snippet_of(subject, check, inputs) if explain else ""), None
+        return explained(outcome, subject, check, Found([], inputs)) if explain else outcome, None
     if found.ok:
         return made(PASS, f"beyond its claims: {against}" if against else found.told, found)
     if not against and _may_be_chance(check, found):
@@ -106,6 +102,20 @@ def found_by(
         if all(other.ok for other in others):
             return made(PASS, f"off by {found.strain:.2f} x its bound on one of {TRIES + 1} sets of numbers", found)
     return made(RAN_UNCLAIMED if against else WRONG, against or found.told, found)
+
+
+def explained(outcome: Outcome, subject: Subject, check: Check, found: Found) -> Outcome:
+    """With a script, and where there is a result with maps and the likely fault. What fails in that hides no verdict."""
+    assert found.inputs is not None
+    try:
+        outcome = replace(outcome, snippet=snippet_of(subject, check, found.inputs))
+        if found.result is not None:
+            maps, likely = maps_of(found.inputs, found.result, found.verdicts), diagnose(found.inputs, found.result)
+            outcome = replace(outcome, maps=maps, diagnosis=likely)
+    except Exception as error:  # the subject's lines, or numbers that no explanation was made for
+        told = f"[explaining it failed: {type(error).__name__}: {_first_line(error)}]"
+        outcome = replace(outcome, reason=f"{outcome.reason} {told}".strip())
+    return outcome
 
 
 class NotApplicableError(Exception):
