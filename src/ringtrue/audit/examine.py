@@ -105,7 +105,7 @@ def found_by(
 
 
 def explained(outcome: Outcome, subject: Subject, check: Check, found: Found) -> Outcome:
-    """With a script, maps and the likely fault, as far as there is something to make them of; none is worth a verdict."""
+    """With a script, maps and the likely fault, as far as there is something to make them of."""
     assert found.inputs is not None
     try:
         outcome = replace(outcome, snippet=snippet_of(subject, check, found.inputs))
