@@ -36,7 +36,9 @@ MEASURED = re.compile(r"^ +(?:(out|lse|d\w+) +2-norm|within bounds)")
 NUMBER = re.compile(r"\b\d[\d.]*(?:e[-+]\d+)?(?!-norm)")
 
 
-def audited(work: Sequence[Work], jobs: int, timeout: float, on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
+def audited(
+    work: Sequence[Work], jobs: int, timeout: float, on_outcome: Callable[[Outcome], None], limit: float | None
+) -> list[Outcome]:
     """`lanes.audited` without processes."""
     found = []
     for one in work:

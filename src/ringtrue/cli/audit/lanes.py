@@ -19,6 +19,7 @@ from .tasks import Ask
 
 UNFINISHED = OUT_OF_TIME, INTERRUPTED = "out of time (--limit)", "interrupted"
 TASKS = "ringtrue.cli.audit.tasks"
+START = 120.0  # seconds
 BATCH = 40  # checks that a lane takes at a time: enough to hide the exchange, few enough to end together
 PEERS = ("PeerError", "CommunicationError", "DistBackendError", "gloo", "Timed out", "timed out", "Connection")
 
@@ -122,8 +123,10 @@ def _taken(queue: SimpleQueue[Work]) -> Iterator[Work]:
 
 
 def _started(size: int, device: str, timeout: float) -> Pool:
-    pool = Pool(size, TASKS, device, timeout)
+    """A process is given longer to start than a check to run: what it imports takes its time on a busy machine."""
+    pool = Pool(size, TASKS, device, max(timeout, START))
     pool.ready()
+    pool.timeout = timeout
     return pool
 
 
