@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,35 @@ def test_an_explanation_that_fails_hides_no_verdict(monkeypatch: pytest.MonkeyPa
     outcome = examine(replace(RIGHT, attend=lambda c: eager(c) * 1.01), Check(case("length-33")))
     assert outcome.verdict == WRONG
     assert "ZeroDivisionError" in outcome.reason
+
+
+def forgetful(call: Call) -> Tensor:
+    """Sees every key, and hides that in the mask it was handed."""
+    if call.mask.dense is not None:
+        call.mask.dense.fill_(True)
+    return eager(call)
+
+
+def doubled(call: Call) -> Tensor:
+    call.query.data.mul_(2)
+    return eager(call)
+
+
+@pytest.mark.parametrize(
+    ("attend", "name", "given"), [(forgetful, "bool-bqk", "mask"), (doubled, "length-33", "query")]
+)
+def test_a_call_that_changes_what_it_was_handed_is_wrong(
+    attend: Callable[[Call], Tensor], name: str, given: str
+) -> None:
+    outcome = examine(Plain("changing", attend, ALL), Check(case(name)))
+    assert outcome.verdict == WRONG
+    assert [(v.quantity, v.problem) for v in outcome.quantities] == [(given, "was changed in place")]
+
+
+def test_an_error_text_that_no_file_can_hold_is_escaped() -> None:
+    def refuses(call: Call) -> Tensor:
+        raise ValueError("half a pair: \ud800")
+
+    reason = examine(Plain("refusing", refuses, ALL), Check(case("length-5"))).reason
+    assert reason == "ValueError: half a pair: \\ud800"
+    assert reason.encode("utf-8")

@@ -136,3 +136,11 @@ def test_its_source_computes_what_it_computes(name: str, asked: str, monkeypatch
     exec(subject.source(call), space)
     assert torch.equal(space["out"], subject.run(call).out)  # type: ignore[arg-type]
     assert __name__ in sys.modules
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('no kernel')", "import sys; sys.exit('no GPU')", "def f(:"])
+def test_a_module_that_does_not_import_says_why(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unimportable.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"cannot import 'unimportable': \w+: (no kernel|no GPU|invalid syntax)"):
+        found("unimportable:f", "cpu")

@@ -49,6 +49,15 @@ def revealed(subject: Subject, inputs: Inputs, ranks: Ranks = Ranks()) -> Tensor
     return revealed_by(forward, inputs)
 
 
+def tensors(inputs: Inputs) -> dict[str, Tensor]:
+    """Everything that a subject is handed and must leave as it is, by name."""
+    x, mask = inputs, inputs.mask
+    parts = {"mask": mask.dense, "key mask": mask.key_keep, "key bias": mask.key_bias}
+    places = {"query segments": mask.q_segments, "key segments": mask.k_segments}
+    given = {"query": x.q, "key": x.k, "value": x.v, **parts, **places, "grad_out": x.grad_out, "grad_lse": x.grad_lse}
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
 def run(subject: Subject, inputs: Inputs, ranks: Ranks = Ranks()) -> Quantities:
     """The subject's answer to these inputs."""
     return subject.run(call_of(inputs, ranks))

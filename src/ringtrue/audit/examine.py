@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 
 from . import order
-from .asked import call_of, revealed, run, within
+from .asked import call_of, revealed, run, tensors, within
 from .checks import Check
 from .diagnosis import diagnose
 from .differences import differences
@@ -23,7 +23,7 @@ from .inputs import Inputs, build
 from .judge import Verdict, judge, judged, truth_of
 from .laws import chunk_law, whole
 from .maps import maps_of
-from .outcome import CLAIMED_BUT_REFUSED, CRASH, NOT_RUN, PASS, RAN_UNCLAIMED, REFUSED, WRONG, Outcome
+from .outcome import CLAIMED_BUT_REFUSED, CRASH, NOT_RUN, PASS, RAN_UNCLAIMED, REFUSED, WRONG, Outcome, writable
 from .repeats import REPEATS
 from .snippet import snippet_of
 from .subject import Subject
@@ -140,7 +140,7 @@ def _device_lost(device: torch.device) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else ""
+    return writable(lines[0]) if lines else ""
 
 
 def _may_be_chance(check: Check, found: Found) -> bool:
@@ -157,11 +157,15 @@ def _with_seed(subject: Subject, check: Check, more: int, device: torch.device |
 
 def _call(subject: Subject, check: Check, inputs: Inputs) -> Found:
     """The subject's answer against the truth; with dropout, the truth of the mask that it drew."""
+    before = {name: tensor.clone() for name, tensor in tensors(inputs).items()}
     if check.case.dropout:
         inputs = replace(inputs, dropout=revealed(subject, inputs, check.ranks))
         if problem := _too_little_dropped(inputs) or _dropped_alike(inputs, check.ranks.size):
             return Found([Verdict("dropout", ok=False, problem=problem)], inputs)
     result = run(subject, inputs, check.ranks)
+    changed = [name for name, tensor in tensors(inputs).items() if not torch.equal(tensor, before[name])]
+    if changed:  # the truth of what is there now would call it right
+        return Found([Verdict(name, ok=False, problem="was changed in place") for name in changed], inputs)
     if inputs.dropout is None:
         right, yard = _reference(check, inputs)
         return Found(judge(result, right, yard, inputs), inputs, result)

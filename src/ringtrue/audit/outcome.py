@@ -111,3 +111,8 @@ def _plain(x: Any) -> Any:
 
 def _number(x: Any) -> Any:
     return float(x) if x in ("inf", "-inf", "nan") else x
+
+
+def writable(text: str, most: int = 300) -> str:
+    """Another's text as any file can hold it: half a surrogate pair would end the report of everything else."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")[:most]

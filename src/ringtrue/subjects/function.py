@@ -44,8 +44,8 @@ def function(name: str, layout: str = "bshd", says: Says | None = None) -> Plain
     module, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported, a syntax error too
+        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{module!r} has no {attribute!r}")

@@ -111,7 +111,7 @@ def _plan(subjects: list[str] | None, device: str, choice: Choice, layout: str, 
     try:
         plan = planned(subjects, device, choice, layout=layout, claims=claims)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--case" if choice.cases else "SUBJECT") from error
+        raise typer.BadParameter(str(error), param_hint="SUBJECT, --case" if choice.cases else "SUBJECT") from error
     if not plan.total:
         raise typer.BadParameter(f"no check of {choice.group} has an id like {choice.only!r}", param_hint="--only")
     return plan

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...audit.checks import Check
 from ...audit.order import differing
-from ...audit.outcome import BAD, CRASH, NOT_RUN, Outcome
+from ...audit.outcome import BAD, CRASH, NOT_RUN, Outcome, writable
 from ..pool import Pool, Task, WorkerError
 from .tasks import Ask
 
@@ -155,7 +155,7 @@ def _batch(
 def _crash(ask: Ask, check: Check, story: str) -> Outcome:
     """What a process that is gone left behind: its exit code, or the last line of its traceback."""
     lines = [line.strip() for line in story.splitlines() if line.strip()]
-    return Outcome(ask.name, check.id, CRASH, lines[-1][:300] if lines else "no word of why")
+    return Outcome(ask.name, check.id, CRASH, writable(lines[-1]) if lines else "no word of why")
 
 
 def _against_alone(outcome: Outcome, ask: Ask, check: Check, timeout: float) -> Outcome:
