@@ -205,3 +205,33 @@ def test_an_error_text_that_no_file_can_hold_is_escaped() -> None:
     reason = examine(Plain("refusing", refuses, ALL), Check(case("length-5"))).reason
     assert reason == "ValueError: half a pair: \\ud800"
     assert reason.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
+        (lambda: torch.set_grad_enabled(False), "grad mode"),
+        (lambda: torch.use_deterministic_algorithms(True), "the deterministic switch"),
+    ],
+)
+def test_a_process_left_in_another_state_is_wrong_and_put_back(change: Callable[[], object], told: str) -> None:
+    def attend(call: Call) -> Tensor:
+        out = eager(call)
+        change()
+        return out
+
+    only = Check(replace(case("length-33"), wants=""))
+    outcome = examine(replace(RIGHT, attend=attend), only)
+    assert outcome.verdict == WRONG
+    assert [v.problem for v in outcome.quantities if not v.ok] == [f"left {told} changed"]
+    assert examine(RIGHT, only).verdict == PASS
+
+
+def test_what_is_no_attention_is_told_in_words() -> None:
+    assert "gave a list" in examine(replace(RIGHT, attend=lambda c: [1]), Check(case("length-33"))).reason  # type: ignore[arg-type]
+    detached = examine(replace(RIGHT, attend=lambda c: eager(c).detach()), Check(case("length-33")))
+    assert (detached.verdict, {v.problem for v in detached.quantities if not v.ok}) == (WRONG, {"missing"})
+    other = examine(replace(RIGHT, attend=lambda c: eager(c).transpose(1, 2)), Check(case("length-33")))
+    assert other.verdict == WRONG
+    assert "must be" in other.quantities[0].problem

@@ -89,3 +89,15 @@ def test_a_right_one_passes() -> None:
 def test_who_is_not_deterministic_is_judged_by_the_mask_it_drew() -> None:
     subject = Plain("s", eager, replace(ALL, deterministic=False))
     assert examine(subject, Check(case("dropout"), "twice")).verdict == PASS
+
+
+def test_tensors_of_its_own_that_pile_up_are_found() -> None:
+    kept: list[Tensor] = []
+
+    def piles(call: Call) -> Tensor:
+        kept.append(torch.empty(8))
+        return eager(call)
+
+    found = outcome(piles, "growth")
+    assert found.verdict == WRONG
+    assert "tensors more are alive" in found.quantities[0].problem

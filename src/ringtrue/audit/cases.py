@@ -161,7 +161,16 @@ SUBSETS = tuple(
     Case(f"only-{wants}", 19, 23, wants=wants.replace("bias", "b").replace("none", ""), mask="float_input:hqk")
     for wants in ("q", "k", "v", "qk", "qv", "kv", "bias", "vbias", "none")
 )
-MORE: tuple[Case, ...] = (*SIZES, *CROSSED, *SUBSETS)
+# for those who take no mask, or not with the rest
+PLAIN_SUBSETS = tuple(Case(f"only-{wants}-plain", 19, 23, wants=wants) for wants in ("q", "k", "v", "qk", "qv", "kv"))
+PAIRED = (
+    Case("gqa-scale", 17, 19, heads=4, kv_heads=2, scale=0.3),
+    Case("gqa-causal", 19, 19, heads=4, kv_heads=2, causal=0),
+    Case("one-query-causal", 1, 20, causal=0),
+    Case("one-query-gqa", 1, 20, heads=4, kv_heads=2),
+    Case("dim-96", 33, 40, head_dim=96),
+)
+MORE: tuple[Case, ...] = (*SIZES, *CROSSED, *SUBSETS, *PLAIN_SUBSETS, *PAIRED)
 
 # calls of several processes; lengths that do not divide, heads that do not divide, and what only some can do
 PARALLEL: tuple[tuple[Case, Ranks], ...] = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def found_by(
     inputs = within(subject.says, build(check.case, device))
     against = subject.against(call_of(inputs, check.ranks))
     try:
-        found = LAWS[check.law](subject, check, inputs)
+        found = _with_state_kept(lambda: LAWS[check.law](subject, check, inputs))
     except NotApplicableError as error:
         return made(NOT_RUN, str(error))
     except torch.OutOfMemoryError as error:
@@ -118,6 +119,31 @@ def explained(outcome: Outcome, subject: Subject, check: Check, found: Found) ->
     return outcome
 
 
+def _with_state_kept(law: Callable[[], Found]) -> Found:
+    """What a law finds, and that the process is as it was; if not, it is put back, so that no later check is misled."""
+    before, quiet = _state(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        found = law()
+        left = [name for name, value in _state().items() if value != before[name]]
+    finally:
+        torch.set_default_dtype(before["the default dtype"])
+        torch.set_grad_enabled(before["grad mode"])
+        torch.use_deterministic_algorithms(before["the deterministic switch"], warn_only=quiet)
+    if not left:
+        return found
+    return replace(
+        found, verdicts=[*found.verdicts, Verdict("state", ok=False, problem=f"left {', '.join(left)} changed")]
+    )
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "the deterministic switch": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
 class NotApplicableError(Exception):
     """A law that has nothing to ask of this subject; the text says why."""
 
@@ -139,7 +165,11 @@ def _device_lost(device: torch.device) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except Exception:  # somebody else's class
+        text = "(its text cannot be made)"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return writable(lines[0]) if lines else ""
 
 

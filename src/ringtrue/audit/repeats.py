@@ -49,22 +49,30 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 def growth(subject: Subject, inputs: Inputs) -> list[Verdict]:
     """Inputs and results of several calls, other tensors each time: of how many calls is something alive afterwards?"""
     held: list[list[weakref.ref[Any]]] = []
-    before = _allocated(inputs)
+    before, tensors = _allocated(inputs), 0
     for turn in range(CALLS + 1):
         x = replace(inputs, q=inputs.q + 0, k=inputs.k + 0, v=inputs.v + 0, grad_out=inputs.grad_out + 0)
         found = run(subject, x)
         if turn:  # the first fills what caches there are
             held.append([weakref.ref(t.untyped_storage()) for t in (x.q, x.k, x.v, *found) if t is not None])
-        else:
-            gc.collect()
-            before = _allocated(inputs)
         del x, found
+        if not turn:
+            gc.collect()
+            before, tensors = _allocated(inputs), _tensors()
     gc.collect()
+    tensors = _tensors() - tensors
     alive, grown = sum(any(ref() is not None for ref in refs) for refs in held), _allocated(inputs) - before
     problem = f"of {alive} of {CALLS} calls something is still alive" if alive > BOUNDED else ""
+    if not problem and tensors >= CALLS:
+        problem = f"{tensors} tensors more are alive after {CALLS} calls than before"
     if not problem and grown > 2 * inputs.q.nbytes * CALLS:
         problem = f"{grown} bytes more are allocated after {CALLS} calls than before"
     return [Verdict("memory", not problem, alive, BOUNDED, 0, 0, problem)]
+
+
+def _tensors() -> int:
+    """How many tensors there are in this process, whoever made them."""
+    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
 def _allocated(inputs: Inputs) -> int:

@@ -238,7 +238,12 @@ def through_autograd(attend: Attend, call: Call) -> Quantities:
     """Forward by `attend`, gradients by autograd; the call it is handed holds leaves under the strides of the given."""
     asked, leaves = with_leaves(call)
     result = attend(asked)
-    out, lse = result if isinstance(result, tuple) else (result, None)
+    out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"it gave a {type(out).__name__}, not out or (out, lse)")
+    alike = (out.shape, out.dtype) == (call.grad_out.shape, call.query.dtype)
+    if not alike or (call.wanted and not out.requires_grad):  # what is there is judged, the rest is missing
+        return Quantities(out.detach(), None if lse is None else lse.detach())
     outputs, upstream = [out], [call.grad_out]
     if call.grad_lse is not None and lse is not None:
         outputs.append(lse)
