@@ -33,7 +33,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 pytest: $(STAMP) ## the CPU test suite alone
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## the tests that need one or more CUDA devices
 	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)

@@ -30,7 +30,7 @@ def test_a_process_that_dies_is_a_crash_and_the_rest_runs() -> None:
 
 
 def test_a_process_that_hangs_is_a_crash() -> None:
-    found = outcomes("hangs_with_one_query", some("one-query", "length-5"), timeout=12.0)
+    found = outcomes("hangs_with_one_query", some("one-query", "length-5"), timeout=8.0)
     assert [o.verdict for o in found.values()] == [CRASH, PASS]
     assert "no news" in found["call/one-query/float32"].reason
 
