@@ -110,3 +110,28 @@ def test_a_bias_that_is_not_summed() -> None:
     full = (steps.weights * (steps.grad_weights - steps.delta)).float()
     assert "dbias is not summed" in diagnose(x, result._replace(dbias=full))
     assert diagnose(x, result._replace(dbias=full.roll(1, 2))) == ""
+
+
+def test_a_factor_is_the_number_of_ranks_where_nothing_nearer_is() -> None:
+    x = build(case("length-33"))
+    wrong = right(x)._replace(dq=4 * right(x).dq)  # type: ignore[operator]
+    assert diagnose(x, wrong) == "dq is 4 times what must come back, that is 1 / scale: the scale is missing"
+    assert "or the number of ranks" in diagnose(x, wrong, ranks=True)
+
+
+def test_one_fault_reads_alike_in_every_dtype() -> None:
+    texts = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = build(replace(case("length-33"), dtype=dtype))
+        texts.add(diagnose(x, right(x)._replace(dq=4 * right(x).dq)))  # type: ignore[operator]
+    assert texts == {"dq is 4 times what must come back, that is 1 / scale: the scale is missing"}
+
+
+@pytest.mark.parametrize("name", ["length-33", "length-5", "causal"])
+def test_the_other_layout_is_named(name: str) -> None:
+    """A function of (B, H, S, D) that was audited without --layout bhsd."""
+    x = build(case(name))
+    names = ("q", "k", "v", "grad_out")
+    turned = right(replace(x, **{n: getattr(x, n).transpose(1, 2) for n in names}))
+    back = (None if t is None else t.transpose(1, 2) for t in (turned.out, turned.lse, turned.dq, turned.dk, turned.dv))
+    assert "--layout" in diagnose(x, Quantities(*back))

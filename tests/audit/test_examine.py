@@ -18,13 +18,16 @@ from ringtrue.audit.outcome import (
     CRASH,
     NOT_RUN,
     NOTHING_RAN_CODE,
+    OUT_OF_TIME,
     PASS,
     RAN_UNCLAIMED,
     REFUSED,
     RIGHT_CODE,
+    USAGE_CODE,
     WRONG,
     WRONG_CODE,
     Outcome,
+    Report,
     exit_code,
 )
 from ringtrue.audit.subject import Call, Plain, Says
@@ -169,7 +172,7 @@ def test_exit_codes() -> None:
 
 
 def test_an_explanation_that_fails_hides_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examining, "diagnose", lambda inputs, result: 1 / 0)
+    monkeypatch.setattr(examining, "diagnose", lambda *_, **__: 1 / 0)
     outcome = examine(replace(RIGHT, attend=lambda c: eager(c) * 1.01), Check(case("length-33")))
     assert outcome.verdict == WRONG
     assert "ZeroDivisionError" in outcome.reason
@@ -235,3 +238,26 @@ def test_what_is_no_attention_is_told_in_words() -> None:
     other = examine(replace(RIGHT, attend=lambda c: eager(c).transpose(1, 2)), Check(case("length-33")))
     assert other.verdict == WRONG
     assert "must be" in other.quantities[0].problem
+
+
+def test_what_was_ended_or_only_the_truth_is_not_green() -> None:
+    of_it, truth = Outcome("s", "c", PASS), Outcome("truth", "truth/c/float64", PASS)
+    late = Outcome("s", "d", NOT_RUN, OUT_OF_TIME)
+    assert exit_code([of_it, truth]) == RIGHT_CODE
+    assert exit_code([of_it, late]) == exit_code([truth, Outcome("s", "c", REFUSED)]) == NOTHING_RAN_CODE
+    assert exit_code([Outcome("s", "c", WRONG), late]) == WRONG_CODE
+    assert exit_code([Outcome("truth", "truth/c/float64", WRONG)]) == WRONG_CODE
+    assert Report((of_it, late)).headline == "unfinished: 1 checks did not begin; 1 ran, and are right"
+    assert Report((truth, late)).headline == "nothing ran, so nothing is known"
+    assert Report((of_it,), problems=("stale",)).exit_code == USAGE_CODE
+
+
+def test_other_numbers_that_raise_are_not_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [0.02]
+
+    def attend(call: Call) -> Tensor:
+        return eager(call) * (1 + answers.pop())  # raises when it is asked again
+
+    monkeypatch.setattr(examining, "CHANCE", 100.0)
+    check = Check(replace(case("length-33"), dtype=torch.bfloat16))
+    assert examine(Plain("once", attend, ALL), check).verdict == WRONG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ def dies_of_one_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def hangs_with_one_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.shape[1] == 1 and key.shape[1] == 33:
+        if "TOLD_ASLEEP" in os.environ:
+            Path(os.environ["TOLD_ASLEEP"]).touch()
         time.sleep(600)
     return right(query, key, value)
 

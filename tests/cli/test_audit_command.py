@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from ringtrue.audit.outcome import NOT_RUN, PASS, Outcome
+from ringtrue.audit.outcome import NOT_RUN, OUT_OF_TIME, PASS, Outcome
 from ringtrue.cli.app import app
 from ringtrue.cli.audit import lanes
-from ringtrue.cli.audit.lanes import OUT_OF_TIME, Clock, Work, audited
+from ringtrue.cli.audit.lanes import Clock, Work, audited
 from ringtrue.cli.audit.planned import Choice, planned
 from ringtrue.cli.audit.run import Manner, replayable
 from ringtrue.cli.audit.tasks import Ask
@@ -68,7 +68,7 @@ def test_what_has_not_begun_when_time_is_over_is_not_run() -> None:
     outcomes = audited(plan.work, 1, 10.0, lambda outcome: None, limit=-1.0)
     assert len(outcomes) == plan.total
     assert {(o.verdict, o.reason) for o in outcomes} == {(NOT_RUN, OUT_OF_TIME)}
-    clock = Clock()
+    clock = Clock(None)
     assert not clock.over
     clock.stop()
     assert clock.over

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 from ringtrue.audit.checks import Check, checks
-from ringtrue.audit.outcome import CRASH, PASS, WRONG, Outcome
+from ringtrue.audit.outcome import CRASH, INTERRUPTED, NOT_RUN, PASS, WRONG, Outcome
 from ringtrue.cli.audit.lanes import Work, audited
 from ringtrue.cli.audit.tasks import Ask
 
@@ -42,3 +50,22 @@ def test_what_an_earlier_call_left_behind_is_told_from_what_is_wrong_alone() -> 
     assert outcome.verdict == WRONG
     assert "right alone in a fresh process, wrong after a call" in outcome.diagnosis
     assert "differs in the strides of grad_out" in outcome.diagnosis
+
+
+def test_ctrl_c_keeps_what_is_known_and_ends_at_once(tmp_path: Path) -> None:
+    """A check that would hang for minutes is being run: the report has what came before it, and says the rest."""
+    line = [sys.executable, "-m", "ringtrue.cli", "audit", f"{MODULE}:hangs_with_one_query", "--jobs", "1"]
+    ids = ["call/length-5/float32", "call/one-query/float32", "call/length-16/float32"]
+    asleep = tmp_path / "asleep"
+    with subprocess.Popen(
+        [*line, *(word for i in ids for word in ("--case", i)), "--json", str(tmp_path / "r.json")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TOLD_ASLEEP": str(asleep)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as audit:  # fmt: skip
+        while not asleep.exists() and audit.poll() is None:
+            time.sleep(0.05)
+        os.killpg(audit.pid, signal.SIGINT)  # as a terminal does: everybody hears of it
+        out, _ = audit.communicate(timeout=100)
+    assert audit.returncode == 3, out
+    verdicts = [(o["verdict"], o["reason"]) for o in json.loads((tmp_path / "r.json").read_text())["outcomes"]]
+    assert verdicts == [(PASS, ""), (NOT_RUN, INTERRUPTED), (NOT_RUN, INTERRUPTED)]

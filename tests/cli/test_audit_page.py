@@ -97,8 +97,8 @@ def test_numbers_and_maps_of_a_wrong_outcome() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "words"),
     [
-        (("pass",), "✓ nothing is wrong in 1 checks"),
-        (("pass", "crash"), "✗ 1 of 2 checks are wrong"),
+        (("pass",), "✓ right: all 1 checks that ran"),
+        (("pass", "crash"), "✗ wrong: 1 of 2 checks that ran"),
         (("not run",), "· nothing ran"),
         ((), "· nothing ran"),
     ],

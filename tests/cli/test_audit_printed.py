@@ -58,12 +58,27 @@ def test_texts_of_strangers_are_no_markup() -> None:
     assert "[link=x]boom[/link] [/]" in text
 
 
-def test_the_rest_is_counted() -> None:
+def several(diagnoses: list[str]) -> Report:
     wrong = next(o for o in reported.composed().outcomes if o.verdict == "wrong")
-    report = Report(tuple(replace(wrong, check=f"call/{i}/float32") for i in range(5)))
-    shown = printed(report, most=3)
+    return Report(tuple(replace(wrong, check=f"call/{i}/float32", diagnosis=d) for i, d in enumerate(diagnoses)))
+
+
+def test_one_of_each_kind_is_told_and_the_rest_counted() -> None:
+    shown = printed(several(["dq is zero", "dk is zero", "dv is zero", "out is zero", "lse is zero"]), most=3)
     assert sum(line.startswith("✗") for line in shown) == 3
     assert any("2 more; --json and --html have them all" in line for line in shown)
+
+
+def test_what_is_alike_is_told_once() -> None:
+    """Numbers may differ; a second fault is not hidden behind a hundred of the first."""
+    shown = printed(several(["dq is 4 times"] * 40 + ["dq is 3.99 times", "dk is zero"]), terminal=False)
+    assert sum(line.startswith("✗") for line in shown) == 2
+    assert any("40 more like it: call/1/float32, call/2/float32" in line for line in shown)
+
+
+def test_why_nothing_ran_is_told() -> None:
+    report = Report((Outcome("lib/x", "call/gqa/float32", "not run", "lib is not installed"),))
+    assert "lib/x: 1 not run: lib is not installed" in printed(report, terminal=False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def drops_its_mask(q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:  # typ
     return bshd(q, k, v)
 
 
+def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask=None) -> Tensor:  # type: ignore[no-untyped-def]
+    return bshd(q, k, v, attn_mask)
+
+
+class Module:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return bshd(q, k, v)
+
+
+INSTANCE = Module()
 NOT_A_FUNCTION = 3
 
 
@@ -99,6 +110,8 @@ def test_words_of_signatures() -> None:
         ("no.such.module:f", "cannot import 'no.such.module'"),
         (f"{__name__}:no_such", "has no 'no_such'"),
         (f"{__name__}:NOT_A_FUNCTION", "is a int, not a function"),
+        (f"{__name__}:Module", "is a class"),
+        (f"{__name__}:packed", "--layout packed"),
         ("nobody", "unknown subject 'nobody'"),
         ("ours/nobody", "unknown subject 'ours/nobody'"),
     ],
@@ -144,3 +157,16 @@ def test_a_module_that_does_not_import_says_why(text: str, tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"cannot import 'unimportable': \w+: (no kernel|no GPU|invalid syntax)"):
         found("unimportable:f", "cpu")
+
+
+def test_what_reaches_it_inside_of_its_mask_is_claimed_with_the_mask() -> None:
+    asked = ("causal-wide", "causal-bottom-right", "window", "segments")
+    (subject,) = found(f"{__name__}:masked", "cpu")
+    for name in asked:
+        outcome = examine(subject, Check(replace(case(name), heads=3, kv_heads=None)))
+        assert (outcome.verdict, outcome.reason) == (PASS, ""), name
+    assert verdicts("drops_its_mask", "bshd", "causal-wide") == [WRONG]
+
+
+def test_an_object_that_can_be_called() -> None:
+    assert verdicts("INSTANCE", "bshd", "length-5") == [PASS]

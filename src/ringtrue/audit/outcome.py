@@ -15,6 +15,8 @@ CRASH, WAIVED, NOT_RUN = "crash", "waived", "not run"
 VERDICTS = (PASS, WRONG, CLAIMED_BUT_REFUSED, RAN_UNCLAIMED, CRASH, REFUSED, WAIVED, NOT_RUN)
 BAD = frozenset({WRONG, CLAIMED_BUT_REFUSED, RAN_UNCLAIMED, CRASH})
 QUIET = frozenset({REFUSED, NOT_RUN})  # a report of nothing but these is not green
+OUT_OF_TIME, INTERRUPTED = "out of time (--limit)", "interrupted"  # reasons of what is not run because it was ended
+TRUTH = "truth"  # the name under which the audit's own reference is checked: it says nothing of a subject
 
 RIGHT_CODE, WRONG_CODE, USAGE_CODE, NOTHING_RAN_CODE = 0, 1, 2, 3
 
@@ -78,25 +80,54 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """One audit: its outcomes and what a reader needs to judge them."""
+    """One audit: its outcomes and what a reader needs to judge them. problems: what is wrong with the waivers."""
 
     outcomes: tuple[Outcome, ...]
     environment: dict[str, str] = field(default_factory=dict)
     subjects: dict[str, str] = field(default_factory=dict)  # name -> about
     command: str = ""
     seconds: float = 0.0
+    problems: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        return exit_code(self.outcomes)
+        """That of the process too: 2 where the waivers have problems, else `exit_code` of the outcomes."""
+        return USAGE_CODE if self.problems else exit_code(self.outcomes)
+
+    @property
+    def unfinished(self) -> int:
+        """How many checks did not begin because the audit was ended."""
+        return sum(o.verdict == NOT_RUN and o.reason in (OUT_OF_TIME, INTERRUPTED) for o in self.outcomes)
+
+    @property
+    def headline(self) -> str:
+        """All of it in a line, in the words of the exit code."""
+        return f"stale waivers; {self._counted}" if self.problems else self._counted
+
+    @property
+    def _counted(self) -> str:
+        """What is wrong is counted wherever it is; what ran, without the truth's own checks."""
+        ran = [o for o in self.outcomes if o.verdict not in QUIET and o.subject != TRUTH]
+        bad = [o for o in self.outcomes if o.bad]
+        names = {o.subject for o in self.outcomes} - {TRUTH}
+        if bad:
+            wrong = len({o.subject for o in bad})
+            return f"wrong: {len(bad)} of {len(ran)} checks that ran, in {wrong} of {len(names)} subjects"
+        if not ran:
+            return "nothing ran, so nothing is known"
+        if self.unfinished:
+            return f"unfinished: {self.unfinished} checks did not begin; {len(ran)} ran, and are right"
+        waived = sum(o.verdict == WAIVED for o in ran)
+        return f"right: all {len(ran)} checks that ran" + (f", {waived} of them waived" if waived else "")
 
 
 def exit_code(outcomes: Iterable[Outcome]) -> int:
-    """0 right, 1 wrong, 3 nothing ran (2, usage, is the command line's)."""
-    verdicts = {o.verdict for o in outcomes}
-    if verdicts & BAD:
+    """0 right, 1 wrong, 3 where nothing of a subject ran, or not everything in time."""
+    outcomes = list(outcomes)
+    if any(o.bad for o in outcomes):
         return WRONG_CODE
-    return RIGHT_CODE if verdicts - QUIET else NOTHING_RAN_CODE
+    ran = any(o.verdict not in QUIET and o.subject != TRUTH for o in outcomes)
+    return NOTHING_RAN_CODE if Report(tuple(outcomes)).unfinished or not ran else RIGHT_CODE
 
 
 def _plain(x: Any) -> Any:

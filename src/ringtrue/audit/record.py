@@ -19,6 +19,7 @@ def to_json(report: Report) -> str:
         "command": report.command,
         "seconds": report.seconds,
         "exit_code": report.exit_code,
+        "problems": list(report.problems),
         "environment": report.environment,
         "subjects": report.subjects,
         "counts": {verdict: counts[verdict] for verdict in VERDICTS},
@@ -41,4 +42,5 @@ def from_json(text: str) -> Report:
         found["subjects"],
         found["command"],
         found["seconds"],
+        tuple(found.get("problems", ())),
     )

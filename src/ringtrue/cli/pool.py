@@ -94,6 +94,11 @@ class Pool:
             results += self._side_by_side(batch, on_news)
         return results
 
+    def kill(self) -> None:
+        """End all workers from another thread than the one that waits for them, which is told that they died."""
+        for process, _ in self._workers:
+            process.kill()
+
     def close(self) -> None:
         """End all workers, whatever they do, and remove the folder."""
         for process, pipe in self._workers:

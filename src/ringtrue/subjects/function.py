@@ -13,10 +13,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import ringtrue as rt
 
 from ..audit.subject import Call, Plain, Says
 
@@ -34,7 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def function(name: str, layout: str = "bshd", says: Says | None = None) -> Plain:
+def function(name: str, layout: str = "bshd", says: Says | None = None) -> Function:
     """The subject of that name. ValueError where there is no such module, function or layout.
 
     says  what it claims; without it, what its signature has names for (`says_of`)
@@ -55,13 +58,43 @@ def function(name: str, layout: str = "bshd", says: Says | None = None) -> Plain
     taken = words_of(found)
     claimed = says or says_of(taken, layout)
     about = f"{name}, layout {layout}; claims {'given' if says else 'read from its signature'}"
-    return Plain(
+    if reason := _cannot_be_called(found, layout):
+        raise ValueError(f"{name} {reason}")
+    return Function(
         name,
         lambda call: _answer(found, taken, layout, claimed, call),
         claimed,
         about,
         text=lambda call: _lines(module, attribute, taken, layout, claimed, call),
+        words=taken,
     )
+
+
+@dataclass(frozen=True)
+class Function(Plain):
+    """A callable. What reaches it inside of its mask, causal or window, is claimed with the mask."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    def against(self, call: Call) -> str:
+        if in_mask(self.words, self.says, call) and "mask" in self.words:
+            call = replace(call, mask=rt.Mask(dense=call.dense(places=True)))
+        return self.says.against(call)
+
+
+def _cannot_be_called(fn: Any, layout: str) -> str:
+    """Why a call of query, key and value (of one packed tensor) is none of this; empty where it may be."""
+    if inspect.isclass(fn):
+        return "is a class: name a function, or an object of it that can be called"
+    wanted = 1 if layout == "packed" else 3
+    try:
+        inspect.signature(fn).bind(*range(wanted))
+    except ValueError:  # a builtin: it says nothing of itself
+        return ""
+    except TypeError as error:
+        other = "is it --layout packed?" if layout != "packed" else "is it --layout bshd?"
+        return f"cannot be called with {wanted} tensors and nothing else ({error}); {other}"
+    return ""
 
 
 def words_of(fn: Callable[..., Any]) -> dict[str, str]:
@@ -90,19 +123,29 @@ def says_of(words: Mapping[str, str], layout: str) -> Says:
     )
 
 
+def _flag(words: Mapping[str, str], says: Says, call: Call) -> bool:
+    """Whether the function's own causal flag stands for this call's offset."""
+    meant = call.key.shape[1] - call.query.shape[1] if says.causal == "bottom_right" else 0
+    return call.mask.since is None and call.mask.causal == meant and "causal" in words
+
+
+def in_mask(words: Mapping[str, str], says: Says, call: Call) -> bool:
+    """Whether causal, window or segments can be passed only as a part of the mask."""
+    mask = call.mask
+    window = mask.since is not None and "window" in words
+    places = mask.causal is not None or mask.since is not None
+    return mask.q_segments is not None or (places and not window and not _flag(words, says, call))
+
+
 def arguments(words: Mapping[str, str], says: Says, call: Call) -> dict[str, Any]:
     """What this call needs beside its tensors. TypeError, a refusal, where the function has no name for it."""
-    mask, ahead = call.mask, call.key.shape[1] - call.query.shape[1]
+    mask = call.mask
     needed: dict[str, Any] = {}
-    meant = ahead if says.causal == "bottom_right" else 0  # the offset that the function's own flag stands for
-    flag = mask.since is None and mask.causal == meant and "causal" in words
-    window = mask.since is not None and "window" in words
-    if flag:
+    if _flag(words, says, call):
         needed["causal"] = True
-    elif window:
-        needed["window"] = (-(mask.since or 0), -1 if mask.causal is None else mask.causal)
-    places = not flag and not window and (mask.causal is not None or mask.since is not None)
-    dense = call.dense(places=places or mask.q_segments is not None)
+    elif mask.since is not None and "window" in words:
+        needed["window"] = (-mask.since, -1 if mask.causal is None else mask.causal)
+    dense = call.dense(places=in_mask(words, says, call))
     if dense is not None:
         needed["mask"] = dense
     needed |= {"scale": call.scale} if not call.default_scale else {}

@@ -31,9 +31,10 @@ SLACK = 2.0  # a faulty kernel may take its steps in another order than ours
 MOST = 1 << 23  # weights (B H Sq Sk) of a call; for larger ones form, factor and rounding are looked at alone
 
 
-def diagnose(inputs: Inputs, result: Quantities) -> str:
+def diagnose(inputs: Inputs, result: Quantities, *, ranks: bool = False) -> str:
     """Why `result` is not the answer to `inputs`, e.g. "dk and dv are what a second transpose of key and value gives".
 
+    ranks  it was computed by several, so a factor may be their number
     Empty where no known fault fits, or where nothing is wrong. Costs tens of milliseconds for a small call.
     """
     if 0 in (*inputs.q.shape, *inputs.k.shape):
@@ -44,7 +45,7 @@ def diagnose(inputs: Inputs, result: Quantities) -> str:
     shaped = form(inputs, result, right, expected)
     if not shaped.known:
         return ""
-    found = Evidence(inputs, shaped, right)
+    found = Evidence(inputs, shaped, right, ranks)
     if not found.wrong:
         return _sentence(shaped.texts)
     with torch.no_grad():
@@ -59,8 +60,8 @@ def _sentence(parts: list[str]) -> str:
 class Evidence:
     """One result beside the truth: what of it is wrong, and how far it may be from an explanation."""
 
-    def __init__(self, inputs: Inputs, shaped: Form, right: Truth) -> None:
-        self.inputs, self.right = inputs, right
+    def __init__(self, inputs: Inputs, shaped: Form, right: Truth, ranks: bool) -> None:
+        self.inputs, self.right, self.ranks = inputs, right, ranks
         there = [n for n in expected_of(inputs) if n not in shaped.missing]
         self.result = Quantities(*(getattr(shaped.result, n) if n in there else None for n in Quantities._fields))
         yard = yardstick(inputs)
@@ -93,7 +94,7 @@ class Evidence:
             if len(causes) > 1:
                 break
         if not causes:
-            simple = factor(self.inputs, *args) or rounded(*args)
+            simple = factor(self.inputs, *args, ranks=self.ranks) or rounded(*args)
             return simple or another_draw(self.inputs, self.result, self.right, self.wrong)
         which = f"{listed(self.wrong)} {verb(self.wrong, 'is', 'are')} what"
         return f"{which} {' (or: '.join(causes)}{')' if len(causes) > 1 else ''} gives"

@@ -18,7 +18,9 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 ENOUGH = 8  # numbers, below which one factor fits anything
 
 
-def factor(x: Inputs, result: Quantities, right: Truth, wrong: list[str], bounds: Bounds) -> str:
+def factor(
+    x: Inputs, result: Quantities, right: Truth, wrong: list[str], bounds: Bounds, *, ranks: bool = False
+) -> str:
     """Each wrong quantity is the right one times a number."""
     found: dict[str, tuple[float, float]] = {}
     for name in wrong:
@@ -28,7 +30,7 @@ def factor(x: Inputs, result: Quantities, right: Truth, wrong: list[str], bounds
         found[name] = fit
     together: dict[str, list[str]] = {}
     for name, (by, unsure) in found.items():
-        together.setdefault(_words(by, unsure, name, x), []).append(name)
+        together.setdefault(_words(by, unsure, name, x, ranks), []).append(name)
     parts = [f"{listed(names)} {verb(names, 'is', 'are')} {words}" for words, names in together.items()]
     if len(together) > 1 and any("that is" not in part and "zero" not in part for part in parts):
         return ""  # several numbers, none of them known: no explanation
@@ -53,7 +55,7 @@ def _fit(got: Tensor, ref: Tensor, bound: tuple[float, float]) -> tuple[float, f
     return by, min(0.02, max(1e-4, 2 * bound[0] * slack / math.sqrt(size)))
 
 
-def _words(by: float, unsure: float, name: str, x: Inputs) -> str:
+def _words(by: float, unsure: float, name: str, x: Inputs, ranks: bool) -> str:
     scale, p = x.options.scale, x.options.dropout_p
     group = x.q.shape[2] // x.k.shape[2]
     if abs(by) < unsure:
@@ -68,13 +70,14 @@ def _words(by: float, unsure: float, name: str, x: Inputs) -> str:
     if p:
         known |= {"1 - p: dropout's factor is missing": 1 - p, "1 / (1 - p): dropout's factor twice": 1 / (1 - p)}
     fits = [words for words, number in known.items() if abs(by / number - 1) < unsure]
-    if name in GRADIENTS and not (fits and name in ("dk", "dv")):
+    if name in GRADIENTS and (not fits or (ranks and name == "dq")):
         for n in range(2, 65):
             if abs(by / n - 1) < min(unsure, 0.1 / n):
                 fits.append(f"the number of ranks, where a sum counts each of {n}")
             elif abs(by * n - 1) < min(unsure, 0.1 / n):
                 fits.append(f"1 / ranks, where a mean over {n} takes the place of a sum")
-    number = f"{by:.4g} times what must come back"
+    digits = max(0, math.floor(-math.log10(2 * unsure)))  # no more than are known: 4, not 3.998
+    number = f"{round(by, digits):.4g} times what must come back"
     return f"{number}, that is {' or '.join(fits)}" if fits else number
 
 

@@ -17,10 +17,24 @@ NAMES = {"q": "query", "k": "key", "v": "value", "grad_out": "grad_out"}
 
 
 def layouts(x: Inputs, right: Truth) -> Iterator[Fault]:
+    yield from other_layout(x)
     yield from transposed_twice(x)
     yield from strides_ignored(x)
     yield from strides_of_out(x, right)
     yield from lse_transposed(x)
+
+
+def other_layout(x: Inputs) -> Iterator[Fault]:
+    """A function of (B, H, S, D) that is called with (B, S, H, D): every shape fits, and heads attend to heads."""
+    if x.q.shape != x.k.shape or x.mask.kinds:
+        return
+    q, k, v, g = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.grad_out))
+    swapped = replace(x, q=q, k=k, v=v, grad_out=g, grad_lse=None)
+    turn = lambda t: None if t is None else t.transpose(1, 2)
+    change = lambda f: Quantities(*(turn(t) for t in (f.out, f.lse, f.dq, f.dk, f.dv)))
+    yield Fault(
+        "heads that attend to heads in place of tokens (another layout than is said, --layout)", swapped, change=change
+    )
 
 
 def by_reshape(t: Tensor) -> Tensor:

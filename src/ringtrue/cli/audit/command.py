@@ -13,7 +13,6 @@ from rich.console import Console
 
 from ...audit.checks import DTYPES, GROUPS
 from ...audit.junit import to_junit
-from ...audit.outcome import NOTHING_RAN_CODE, RIGHT_CODE, USAGE_CODE
 from ...audit.record import to_json
 from ...audit.subject import Says
 from ...audit.waivers import Waiver
@@ -23,7 +22,6 @@ from ...subjects.claims_file import read as read_claims
 from ...subjects.function import LAYOUTS
 from ..options import device_here, one_of
 from ..output import say, writable
-from .lanes import UNFINISHED
 from .page import to_html, unavailable
 from .planned import Choice, Plan, planned
 from .printed import print_report
@@ -60,7 +58,7 @@ def audit(
 ) -> None:
     """Prove or disprove anybody's attention: forward and backward against a float64 truth, and laws that need none.
 
-    Exit status: 0 all right, 1 something is wrong, 2 usage, 3 nothing ran, or not everything in time.
+    Exit status: 0 all right, 1 something is wrong, 2 usage or a stale waiver, 3 nothing ran, or not everything in time.
     """
     console = Console()
     writers = [(writable(p, f"--{w}"), w) for p, w in ((json, "json"), (junit, "junit"), (html, "html"))]
@@ -76,17 +74,13 @@ def audit(
     options = _repeated(layout, claims)
     manner = Manner(device, jobs, timeout, limit, seed, options, _waivers(waive), shrink)
     with Progress(console) as progress:
-        report, problems = run(plan, manner, " ".join(["ringtrue", *sys.argv[1:]]), progress.on_outcome)
+        report = run(plan, manner, " ".join(["ringtrue", *sys.argv[1:]]), progress.on_outcome)
     print_report(report, console)
     for path, word in writers:
         if path is not None:
             path.write_text(WRITERS[word](report), "utf-8")
             say(console, f"written: {path}")
-    for problem in problems:
-        say(console, f"waivers: {problem}")
-    unfinished = any(o.reason in UNFINISHED for o in report.outcomes)  # right as far as it went is not green
-    code = NOTHING_RAN_CODE if unfinished and report.exit_code == RIGHT_CODE else report.exit_code
-    raise typer.Exit(USAGE_CODE if problems else code)
+    raise typer.Exit(report.exit_code)
 
 
 def _repeated(layout: str, claims: Path | None) -> str:

@@ -15,9 +15,11 @@ from rich.text import Text
 from ...audit.judge import Verdict
 from ...audit.outcome import (
     BAD,
+    INTERRUPTED,
+    NOT_RUN,
     NOTHING_RAN_CODE,
+    OUT_OF_TIME,
     PASS,
-    QUIET,
     RIGHT_CODE,
     VERDICTS,
     Outcome,
@@ -26,22 +28,48 @@ from ...audit.outcome import (
 from ..output import say
 
 _UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # an error's text may hold colours of its own
-MOST = 20  # wrong outcomes of one subject that are told in full; the rest are counted, and are in every written report
+MOST = 20  # kinds of wrong outcomes of one subject that are told, by one each; all are in every written report
+_NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 
 def print_report(report: Report, console: Console, most: int = MOST) -> None:
     """Print the whole report; readable from 80 columns on."""
     console.print(summary(report))
     for name in _names(report):
-        wrong = [o for o in report.outcomes if o.subject == name and o.bad]
-        for outcome in wrong[:most]:
+        kinds = list(alike([o for o in report.outcomes if o.subject == name and o.bad]).values())
+        for first, *others in kinds[:most]:
             console.print()
-            for line in told(outcome):
+            for line in told(first):
                 _line(console, line)
-        if wrong[most:]:
-            left = len(wrong) - most
+            if others:
+                _line(console, Text(f"    and {len(others)} more like it: {_ids(others)}", "dim"))
+        if left := sum(map(len, kinds[most:])):
             _line(console, Text(f"\n{name}: {left} more; --json and --html have them all", "yellow"))
+        for reason, count in _not_run(report, name).items():
+            _line(console, Text(f"\n{name}: {count} not run: {reason}", "yellow"))
     _conclusion(report, console)
+
+
+def alike(wrong: list[Outcome]) -> dict[tuple[object, ...], list[Outcome]]:
+    """Wrong outcomes by what is to be seen of them: the fault named, else the error raised, else law and quantities."""
+    kinds: dict[tuple[object, ...], list[Outcome]] = {}
+    for o in wrong:
+        said = _NUMBER.sub("#", o.diagnosis or ("" if o.quantities else o.reason))
+        off = () if said else (o.check.partition("/")[0], *(v.quantity for v in o.quantities if not v.ok))
+        kinds.setdefault((o.verdict, said, off), []).append(o)
+    return kinds
+
+
+def _ids(outcomes: list[Outcome]) -> str:
+    shown = ", ".join(o.check for o in outcomes[:4])
+    return f"{shown} …" if outcomes[4:] else shown
+
+
+def _not_run(report: Report, name: str) -> Counter[str]:
+    """Why, where a whole subject did not run, or the audit was ended; what a law has not to ask is in the reports."""
+    own = [o for o in report.outcomes if o.subject == name and o.verdict == NOT_RUN]
+    whole = all(o.verdict == NOT_RUN for o in report.outcomes if o.subject == name)
+    return Counter(o.reason for o in own if whole or o.reason in (OUT_OF_TIME, INTERRUPTED))
 
 
 def summary(report: Report) -> Table:
@@ -102,18 +130,11 @@ def _line(console: Console, line: Text) -> None:
 
 
 def _conclusion(report: Report, console: Console) -> None:
-    ran = [o for o in report.outcomes if o.verdict not in QUIET]
-    bad = [o for o in report.outcomes if o.bad]
-    wrong = {o.subject for o in bad}
-    if bad:
-        text = f"wrong: {len(bad)} of {len(ran)} checks that ran, in {len(wrong)} of {len(_names(report))} subjects"
-    elif report.exit_code == NOTHING_RAN_CODE:
-        text = "nothing ran, so nothing is known"
-    else:
-        waived = len(ran) - sum(o.verdict == PASS for o in ran)
-        text = f"right: all {len(ran)} checks that ran" + (f", {waived} of them waived" if waived else "")
+    for problem in report.problems:
+        say(console, Text(f"waivers: {problem}", "red"))
     style = {RIGHT_CODE: "bold green", NOTHING_RAN_CODE: "bold yellow"}.get(report.exit_code, "bold red")
-    say(console, Text.assemble("\n", (text, style), f" ({report.seconds:.0f} s, exit {report.exit_code})"))
+    end = f" ({report.seconds:.0f} s, exit {report.exit_code})"
+    say(console, Text.assemble("\n", (report.headline, style), end))
 
 
 def _style(verdict: str) -> str:

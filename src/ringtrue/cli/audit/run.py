@@ -33,8 +33,8 @@ class Manner:
     shrink: bool = False
 
 
-def run(plan: Plan, manner: Manner, command: str, on_outcome: OnOutcome) -> tuple[Report, list[str]]:
-    """The report, and what is wrong with the waivers."""
+def run(plan: Plan, manner: Manner, command: str, on_outcome: OnOutcome) -> Report:
+    """Everything that came of it."""
     start = perf_counter()
     done = 0
 
@@ -49,7 +49,8 @@ def run(plan: Plan, manner: Manner, command: str, on_outcome: OnOutcome) -> tupl
     outcomes = [replayable(o, manner) for o in outcomes]
     outcomes, problems = apply(outcomes, manner.waivers)
     about = {name: subject.about for name, subject in plan.subjects.items()}
-    return Report(tuple(outcomes), environment(manner.device), about, command, perf_counter() - start), problems
+    seconds = perf_counter() - start
+    return Report(tuple(outcomes), environment(manner.device), about, command, seconds, tuple(problems))
 
 
 def replayable(outcome: Outcome, manner: Manner) -> Outcome:
