@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import ringtrue as rt
 from ringtrue.audit.subject import Says
 from ringtrue.subjects.claims_file import FIELDS, WORDS, read
+from ringtrue.subjects.function import NAMES
 
 GOOD = """
 dtypes = ["float32", "bfloat16"]
@@ -96,3 +98,9 @@ def test_the_docs_name_every_claim_with_its_words_and_default() -> None:
         assert all(f'"{word}"' in rows[name] for word in words)
     for name in set(FIELDS) - WORDS.keys() - {"head_dims"}:
         assert rows[name].rstrip(" |").endswith(str(getattr(Says(), name)).lower())
+
+
+def test_the_page_names_what_a_signature_is_read_for() -> None:
+    page = (Path(__file__).parents[2] / "docs/audit/claims.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| (`.*`) \|$", page, re.MULTILINE))
+    assert {word: tuple(re.findall("`(.*?)`", rows.get(word, ""))) for word in NAMES} == NAMES

@@ -191,6 +191,28 @@ def contiguous_layout(config: Any, lengths: Sequence[int], prefix: int = 0) -> A
 _layout_of = plan.layout_of
 
 
+_contribute = ring._Ring._contribute
+
+
+def the_other_way_round(op: Any, owner: int, leaving: list[Tensor], k: Tensor, v: Tensor) -> Any:
+    """What is added to another's dk and dv goes as far back as it should go ahead; two ranks are the same both ways."""
+    return _contribute(op, (2 * op.comm.rank - owner) % op.comm.size, leaving, k, v)
+
+
+def first_step_in_all(op: Any, grad_out: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
+    """Backward reads what the first step saved, in every step: its keys, and the out and lse of those alone."""
+    mask, _, _, rng, _, options, _ = rest
+    own = op.pair.forward(q, k, v, mask, rng, options)
+    ends = (own.out, own.lse, rng, own.saved, options, op.wanted)
+    grads = op.pair.backward(grad_out, grad_lse, q, k, v, mask, *ends)
+    comm, sums = op.comm, []
+    for part in (grads.dk, grads.dv):  # they travel, and are added to whatever is there
+        form = [Template(tuple(part.shape), part.dtype)]
+        received = comm.exchange([[part]] * comm.size, [form] * comm.size, part.device).wait()
+        sums.append(torch.stack([x for (x,) in received]).sum(0))
+    return Grads(comm.size * grads.dq, *sums)
+
+
 @contextmanager
 def both(*faults: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -223,6 +245,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "lse gradient dropped under Ulysses": lambda: patch.object(ulysses._Round, "send_upstream", without_lse_gradient),
     "dbias of another rank's keys": lambda: patch.object(globalise, "dealt", neighbours_columns),
     "segments of the wrong rank": lambda: patch.object(globalise._Globalise, "_gather", neighbours_segments),
+    "ring sums the wrong way round": lambda: patch.object(ring._Ring, "_contribute", the_other_way_round),
+    "first step in all steps of a ring": lambda: patch.object(ring._Ring, "backward", first_step_in_all),
     "head_tail positions contiguous": lambda: patch.object(plan, "layout_of", contiguous_layout),
 }
 

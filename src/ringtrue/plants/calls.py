@@ -13,6 +13,33 @@ from .historical import BackwardCall, ForwardCall
 from .pairs import MINUS_INF, both_see, forward_gives
 
 
+def heads_for_tokens(pair: OpPair) -> OpPair:
+    """A kernel of (B, H, S, D) that is handed (B, S, H, D): heads attend to heads, wherever the shapes allow it."""
+
+    def fits(call: Any) -> bool:
+        return call.q.shape == call.k.shape and not call.mask.kinds and call.mask.causal is None
+
+    def turned(call: Any, *names: str) -> Any:
+        return call._replace(**{n: getattr(call, n).transpose(1, 2) for n in names})
+
+    def forward(*args: Any) -> ForwardOut:
+        call = ForwardCall(*args)
+        if not fits(call):
+            return pair.forward(*call)
+        result = pair.forward(*turned(call, "q", "k", "v"))
+        return result._replace(out=result.out.transpose(1, 2), lse=result.lse.transpose(1, 2))
+
+    def backward(*args: Any) -> Grads:
+        call = BackwardCall(*args)
+        if not fits(call):
+            return pair.backward(*call)
+        call = call._replace(grad_lse=None if call.grad_lse is None else call.grad_lse.transpose(1, 2))
+        grads = pair.backward(*turned(call, "q", "k", "v", "grad_out", "out", "lse"))
+        return Grads(*(None if g is None else g.transpose(1, 2) for g in grads[:3]))
+
+    return replace(pair, forward=forward, backward=backward)
+
+
 def with_mask(change: Callable[[Mask], Mask]) -> Callable[[OpPair], OpPair]:
     """Both passes compute with another mask."""
 

@@ -32,6 +32,17 @@ def _dense(case: Case, axis: str) -> bool:
     return any(axis in axes and name in (*BOOL[:4], "all") for name, _, axes in parts)
 
 
+def _marked(case: Case) -> bool:
+    """Something but query, key and value decides what is seen."""
+    return bool(case.mask) or case.causal is not None or case.since is not None or case.dropout > 0 or case.grad_lse
+
+
+def _even(check: Check) -> bool:
+    """All ranks hold as many queries, and as many keys."""
+    lengths = (check.case.q_len, check.case.k_len)
+    return check.ranks.lengths is None and not any(n % check.ranks.size for n in lengths) and not check.ranks.prefix
+
+
 FEATURES: dict[str, Callable[[Check], bool]] = {
     "ordinary numbers": lambda c: c.law == "call" and c.case.q_len > 1 and c.case.k_len > 1,
     "several heads": lambda c: c.law == "call" and c.case.heads > 1 and c.case.q_len > 1 and c.case.k_len > 1,
@@ -74,6 +85,10 @@ FEATURES: dict[str, Callable[[Check], bool]] = {
         )
     },
     "a ring": lambda c: c.law == "ranks" and c.ranks.ring > 1,
+    "a plain ring": lambda c: c.law == "ranks" and c.ranks.ulysses == 1 and not _marked(c.case) and _even(c),
+    "a plain ring of more than two": lambda c: (
+        c.law == "ranks" and c.ranks.ulysses == 1 and c.ranks.ring > 2 and not _marked(c.case) and _even(c)
+    ),
     "a ring, hidden keys": lambda c: c.law == "ranks" and c.ranks.ring > 1 and "blind" in c.case.mask,
     "a ring, an empty rank": lambda c: c.law == "ranks" and 0 in (c.ranks.lengths or ()),
     "a ring, a key mask": lambda c: c.law == "ranks" and c.ranks.ring > 1 and _masked(c.case, "keep"),

@@ -76,6 +76,12 @@ LAYOUT: dict[str, Plant] = {
         backward_gives(lambda c, g: g._replace(dk=g.dv, dv=g.dk)),
         diagnosis="a swap of dk and dv",
     ),
+    "heads-for-tokens": Plant(
+        "heads attend to heads, as if (B, S, H, D) were (B, H, S, D)",
+        "several heads",
+        calls.heads_for_tokens,
+        diagnosis="heads that attend to heads in place of tokens",
+    ),
     "lse-tokens-before-heads": Plant(
         "lse comes back as (B, Sq, H)",
         "ordinary numbers",

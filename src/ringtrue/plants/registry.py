@@ -39,7 +39,7 @@ HISTORICAL = {
 }
 OF_PAIRS: dict[str, Plant] = {**HISTORICAL, **CALLS}
 
-_RANKS: dict[str, tuple[str, str]] = {
+_RANKS: dict[str, tuple[str, ...]] = {  # what, why, and the diagnosis where numbers tell
     "merge without -inf care": ("merging two steps in which a row sees nothing gives NaN", "a ring, hidden keys"),
     "merge in bf16": ("partial results are rounded to bfloat16 at every step", "a ring"),
     "dk/dv summed in bf16": ("contributions to dk and dv are summed in bfloat16", "a ring"),
@@ -64,7 +64,19 @@ _RANKS: dict[str, tuple[str, str]] = {
     "lse gradient dropped under Ulysses": ("the gradient of lse is not exchanged", "Ulysses, a gradient of lse"),
     "dbias of another rank's keys": ("each rank gets the gradient of another's key bias", "a ring, a bias"),
     "segments of the wrong rank": ("documents of keys are joined in another rank order", "a ring, segments"),
+    "ring sums the wrong way round": (
+        "dk and dv reach another rank where more than two take part",
+        "a plain ring of more than two",
+        "a ring whose sums travel the wrong way round",
+    ),
+    "first step in all steps of a ring": (
+        "backward reads its first step's keys, out and lse in all steps",
+        "a plain ring",
+        "stale key and value",
+    ),
     "head_tail positions contiguous": ("balanced shards, with positions of contiguous ones", "balanced shards"),
 }
-OF_RANKS: dict[str, Plant] = {name: Plant(*words, patch=FAULTS[name]) for name, words in _RANKS.items()}
+OF_RANKS: dict[str, Plant] = {
+    name: Plant(what, why, patch=FAULTS[name], diagnosis="".join(said)) for name, (what, why, *said) in _RANKS.items()
+}
 REGISTRY: dict[str, Plant] = {**OF_PAIRS, **MEMORIES, **OF_RANKS}

@@ -19,7 +19,7 @@ from time import perf_counter
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 import ringtrue as rt
 
@@ -73,7 +73,8 @@ def self_test(console: Console, json_path: Path | None = None, only: str = "*") 
         found = [caught(name) for name in names]
     finally:
         torch.set_num_threads(threads)
-    console.print(_table(found))
+    for one in found:
+        say(console, _told(one))
     missed = [one for one in found if one.problem]
     for one in missed:
         say(console, f"{one.fault}: {one.problem} (said: {one.diagnosis!r})")
@@ -154,14 +155,11 @@ def _worst(outcome: Outcome) -> str:
     return f"{worst.quantity}: {worst.strain:.3g} x its bound"
 
 
-def _table(found: list[Caught]) -> Table:
-    table = Table("fault", "caught by", "off by", "diagnosis", "right without", box=None, pad_edge=False)
-    for one in found:
-        style = "red" if one.problem else None
-        table.add_row(
-            one.fault, one.check or "nothing", one.found, one.diagnosis, "yes" if one.right else "no", style=style
-        )
-    return table
+def _told(one: Caught) -> Text:
+    """One fault in a line or two: what caught it and by how much, and what was said of it."""
+    sign = Text("✗ ", "red") if one.problem else Text("✓ ", "green")
+    line = Text.assemble(sign, (one.fault, "bold"), f"  {one.check or 'nothing'}  {one.found}")
+    return line.append(f"\n    {one.diagnosis}", "yellow") if one.diagnosis else line
 
 
 __all__ = ["Caught", "caught", "self_test"]
