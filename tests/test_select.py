@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import ringtrue as rt
 from calls import EVERYTHING, HERE, backend_of, qkv, refused, unreachable
 from calls import one_thread as one_thread
 from ringtrue import api, prepared, select
-from ringtrue.contract import Backend, Claims, Facts, OpPair, Reason, Wanted
+from ringtrue.contract import Backend, Claims, Facts, OpPair, Package, Reason, Wanted
 
 PLAIN = Facts("cpu", torch.float32, batch=2, q_len=6, k_len=5, heads=4, kv_heads=4, head_dim=8, value_dim=8)
 Q, K, V = qkv(6, 5)
@@ -28,6 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = tuple(backend_of(b) if isinstance(b, OpPair) else b for b in backends)
         for module in (select, api):
             monkeypatch.setattr(module, "REGISTRY", found)
+        monkeypatch.setattr(select, "AUTO_ORDER", tuple(b.name for b in found))
         select.survey.cache_clear()
         prepared.forget()
 
@@ -52,7 +54,9 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {
     "not-deterministic": (
         {"deterministic": False}, {"deterministic": True, "wanted": Wanted(True, False, False)}, ("=False", "=True"),
     ),
-    "unknown-option": ({"options": frozenset({"fast"})}, {"options": frozenset({"fast", "slow"})}, ("fast", "slow")),
+    "unknown-option": (
+        {"options": frozenset({"fast"})}, {"options": (("fast", 1), ("slow", 2))}, ("fast", "slow"),
+    ),
 }  # fmt: skip
 
 
@@ -195,6 +199,40 @@ def test_an_older_gpu_is_a_reason(seen: tuple[int, int] | None, codes: list[str]
     facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, capability=seen)
     claims = Claims(frozenset({torch.bfloat16}), min_capability=(8, 0))
     assert [reason.code for reason in select.reasons_against(claims, facts)] == codes
+
+
+@pytest.mark.parametrize(("seen", "codes"), [((9, 0), []), ((9, 1), ["compute-capability"]), (None, [])])
+def test_a_newer_gpu_is_a_reason(seen: tuple[int, int] | None, codes: list[str]) -> None:
+    facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, capability=seen)
+    claims = Claims(frozenset({torch.bfloat16}), max_capability=(9, 0))
+    assert [reason.code for reason in select.reasons_against(claims, facts)] == codes
+
+
+def test_nothing_is_looked_for_that_a_call_cannot_become(install: Install) -> None:
+    """Looking imports an optional package; only the one that was named may download."""
+    asked: list[str] = []
+    failed = Reason("not-fetched", "no network")
+
+    def optional(name: str, **claims: Any) -> Backend:
+        pair = unreachable(name, **claims)
+        look, fetch = (partial(_noted, asked, f"{name}{what}", said) for what, said in (("", None), (" down", failed)))
+        return replace(backend_of(pair), unavailable=look, packages=(Package("nowhere", ""),), fetch=fetch)
+
+    install(unreachable("here"), optional("hub"), optional("poor", softcap=False))
+    rt.explain(Q, K, V, backend="here")
+    asked.clear()
+    select.fitting("here", PLAIN)
+    assert asked == []
+    assert [c.backend for c in select.fitting("auto", replace(PLAIN, softcap=True))] == ["here", "hub"]
+    assert asked == ["hub"]
+    with refused(rt.UnsupportedError, "backend 'hub' cannot take this call", "hub: [not-fetched] no network"):
+        rt.attention(Q, K, V, backend="hub")
+    assert asked.count("hub down") == 1
+
+
+def _noted(asked: list[str], name: str, said: Reason | None, device: str) -> Reason | None:
+    asked.append(name)
+    return said
 
 
 @pytest.mark.parametrize("wanted", [Wanted(True, True, True), Wanted(False, False, False)])

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 SHOWN = [
     name
     for name in (field.name for field in dataclasses.fields(rt.Claims))
-    if not name.startswith("any_") and not name.endswith(("_multiple", "_tile"))
+    if not name.startswith("any_") and not name.endswith(("_multiple", "_tile", "head_dims"))
 ]
 
 

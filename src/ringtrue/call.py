@@ -133,7 +133,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asks: 
         deterministic_switch=torch.are_deterministic_algorithms_enabled(),
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         needs_lse=options.return_lse,
-        options=frozenset(name for name, _ in options.extra),
+        options=options.extra,
     )
 
 

@@ -159,9 +159,11 @@ class Claims:
     bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" (a mask
                        that would be rounded to it is refused) or "any"
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
-                       "none"; `edge` splits the others
-    min_capability     the first compute capability of a CUDA device that it runs on; None = any
+                       "none"; `edge` splits the others. A pair that takes windows is handed their ends as they are
+    alone              kinds of mask that it does not take together with causal or a window
+    min_capability, max_capability  the first and last compute capability of a CUDA device it runs on; None = any
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
+    head_dims          D and Dv are among these, else `edge` pads them up to the next; None = any multiple
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
     dropout_tile       with dropout, how many weights (B H Sq Sk) one call takes; `edge` cuts the queries of larger ones
@@ -173,16 +175,21 @@ class Claims:
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
     deterministic_by_switch  backward is deterministic where torch.use_deterministic_algorithms(True) is on
     double_backward    backward is itself differentiable by autograd
-    arithmetic         "float32" (weights stay in float32 or wider) or "16-bit" (weights are rounded to q's dtype)
+    arithmetic         "float32" (weights stay in float32 or wider), "16-bit" (weights are rounded to q's dtype) or
+                       "8-bit" (query and key are quantised)
+    options            names of `backend_options` that it knows
     """
 
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str] = frozenset()
     bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
     causal: Literal["offset", "top_left", "bottom_right", "none"] = "none"
+    alone: frozenset[str] = frozenset()
     min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    head_dims: frozenset[int] | None = None
     gqa: bool = False
     value_dim: bool = False
     key_tile: int | None = None
@@ -200,7 +207,7 @@ class Claims:
     double_backward: bool = False
     deterministic: bool = True
     deterministic_by_switch: bool = False
-    arithmetic: Literal["float32", "16-bit"] = "float32"
+    arithmetic: Literal["float32", "16-bit", "8-bit"] = "float32"
     options: frozenset[str] = frozenset()
 
 
@@ -226,13 +233,49 @@ class OpPair:
 
 
 @dataclass(frozen=True)
+class Package:
+    """An optional package, as a backend or an integration needs it.
+
+    module        what is imported; dotted where only a part is needed ("flash_attn.cute")
+    install       what to do when it cannot be used
+    distribution  its name for pip, where that is not the first part of `module`
+    at_least      the first release that will do, "" = any
+    below         the first release that will not, its pre-releases included, "" = none
+    pre           pre-releases between the two will do
+    attributes    what the module must have, dotted below it; several packages load these only when they are looked at
+    """
+
+    module: str
+    install: str
+    distribution: str = ""
+    at_least: str = ""
+    below: str = ""
+    pre: bool = False
+    attributes: tuple[str, ...] = ()
+
+
+STAND_IN = "stand-in"
+
+
+@dataclass(frozen=True)
 class Backend:
-    """A named backend: one pair per device type ("cpu", "cuda"), and why it cannot run here (None when it can)."""
+    """A named backend: one pair per device type ("cpu", "cuda", ...), and why it cannot run here (None when it can).
+
+    unavailable  asked for a device type; imports what it needs when it is asked, and never downloads
+    packages     the optional packages that it needs
+    verified     per device type how the kernel was proven: a path of this repository with what was run, or `STAND_IN`,
+                 where only the glue was, around a module with the same signatures; not there = not at all. CPU pairs
+                 are proven by every run of the tests.
+    fetch        downloads what it needs: asked when a call names this very backend and nothing else is against it
+    """
 
     name: str
     summary: str
     pairs: Mapping[str, OpPair]
     unavailable: Callable[[str], Reason | None] = lambda device: None
+    packages: tuple[Package, ...] = ()
+    verified: Mapping[str, str] = field(default_factory=dict)
+    fetch: Callable[[str], Reason | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -260,7 +303,7 @@ class Facts:
     capability: tuple[int, int] | None = None  # of the CUDA device, where there is one
     needs_lse: bool = False
     from_lse: bool = False
-    options: frozenset[str] = frozenset()
+    options: tuple[tuple[str, object], ...] = ()  # backend_options, sorted by name
 
     @property
     def training(self) -> bool:

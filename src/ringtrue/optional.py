@@ -10,36 +10,16 @@ import importlib
 import importlib.metadata
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch.torch_version import TorchVersion
 
-from .contract import Reason
+from .contract import Package, Reason
+
+__all__ = ["Package", "loaded", "why_not"]
 
 _PRE = re.compile(r"^[^+]*(a|b|rc|dev)\d")  # PEP 440; what follows a plus is no part of the release
-
-
-@dataclass(frozen=True)
-class Package:
-    """An optional package, as a backend or an integration needs it.
-
-    module        what is imported; dotted where only a part is needed ("flash_attn.cute")
-    install       what to do when it cannot be used
-    distribution  its name for pip, where that is not the first part of `module`
-    at_least      the first release that will do, "" = any
-    below         the first release that will not, its pre-releases included, "" = none
-    pre           pre-releases between the two will do
-    attributes    what the module must have, dotted below it; several packages load these only when they are looked at
-    """
-
-    module: str
-    install: str
-    distribution: str = ""
-    at_least: str = ""
-    below: str = ""
-    pre: bool = False
-    attributes: tuple[str, ...] = ()
 
 
 @cache
@@ -79,6 +59,15 @@ def why_not(package: Package) -> Reason | None:
         said = (str(error).strip().splitlines() or [""])[0]
         return _broken(package, f"{name} cannot be imported: {type(error).__name__}: {said}", version)
     return None
+
+
+@cache
+def loaded(package: Package) -> Any:
+    """The module of a package that can be used; ImportError with the reason for one that cannot."""
+    reason = why_not(package)
+    if reason is not None:
+        raise ImportError(str(reason))
+    return importlib.import_module(package.module)
 
 
 def _within(package: Package, version: str) -> bool:

@@ -17,6 +17,7 @@ from .errors import ArgumentError, UnsupportedError, message
 
 AUTO = "auto"
 NATIVE = "native"
+AUTO_ORDER = ("native_cudnn", "native_flash", "native_efficient", "native_math")  # as measured, see docs/verified
 
 
 def names() -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     """Every reason why a pair with these claims, edge included, cannot take a call with these facts."""
     claims = widened(claims)
     training = facts.training
-    unknown = facts.options - claims.options
+    unknown = frozenset(name for name, _ in facts.options) - claims.options
     masks = facts.mask_kinds - claims.masks
     table = (
         (facts.dtype not in claims.dtypes, "dtype", "does not take it", _list(claims.dtypes), facts.dtype, "cast"),
@@ -56,12 +57,18 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             "causal", "has no causal attention", "not causal", "causal", "choose another backend",
         ),
         (
+            bool(facts.mask_kinds & claims.alone) and (facts.causal is not None or "window" in facts.mask_kinds),
+            "mask-causal", "does not take this mask together with causal or a window",
+            f"{_list(claims.alone)} alone", _list(facts.mask_kinds | {"causal"}), "choose another backend",
+        ),
+        (
             claims.max_head_dim is not None and max(facts.head_dim, facts.value_dim) > claims.max_head_dim,
             "head-dim", "head dim is too large", claims.max_head_dim, max(facts.head_dim, facts.value_dim), "",
         ),
         (
-            None not in (claims.min_capability, facts.capability) and facts.capability < claims.min_capability,  # type: ignore[operator]
-            "compute-capability", "does not run on this GPU", f"from {claims.min_capability} on", facts.capability, "",
+            facts.capability is not None and not _first(claims) <= facts.capability <= _last(claims),
+            "compute-capability", "does not run on this GPU", f"{_first(claims)} to {_last(claims)}", facts.capability,
+            "",
         ),
         (facts.dropout and not claims.dropout, "no-dropout", "has no dropout", "dropout_p = 0", "> 0", "dropout_p=0"),
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
@@ -102,15 +109,36 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
     return (*(() if missing is None else (missing,)), *reasons_against(pair.claims, facts))
 
 
+def _first_reasons(backend: Backend, facts: Facts, named: bool) -> tuple[Reason, ...]:
+    """As `reasons_for`, but nothing is imported for a call that the claims refuse, nor downloaded unless `named`."""
+    pair = backend.pairs.get(facts.device)
+    found = () if pair is None else reasons_against(pair.claims, facts)
+    if found:
+        return found
+    found = reasons_for(backend, facts)
+    failed = backend.fetch(facts.device) if named and backend.fetch is not None and not found else None
+    return found if failed is None else (failed,)
+
+
 Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
 
 
-def composed(backend: Backend, device: str) -> OpPair:
+def composed(backend: Backend, device: str, options: tuple[tuple[str, object], ...] = ()) -> OpPair:
     """The backend's pair for a device with what its known faults need and the edge around it."""
     pair = backend.pairs[device]
-    others = (b.pairs[device] for b in REGISTRY if b is not backend and device in b.pairs and not b.unavailable(device))
-    exact = next((p for p in others if pair.claims.masks <= widened(p.claims).masks), None)
-    return edge(faults.mended(pair, device, None if exact is None else edge(exact)))
+    exact = _exact(backend, device) if faults.has(backend.name, device, "guard") else None
+    return edge(faults.mended(pair, device, exact))
+
+
+def _exact(backend: Backend, device: str) -> OpPair | None:
+    """Another pair that takes all masks that the backend's takes, edge included; it needs no optional package."""
+    masks = backend.pairs[device].claims.masks
+    for b in REGISTRY:
+        if b is not backend and not b.packages and device in b.pairs and not b.unavailable(device):
+            pair = edge(b.pairs[device])
+            if masks <= pair.claims.masks:
+                return pair
+    return None
 
 
 def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) -> tuple[Choice, ...]:
@@ -120,25 +148,32 @@ def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) ->
     """
     choices, trace = (survey.__wrapped__ if traced else survey)(name, facts)
     if not choices:
-        raise refusal(name, trace, [n for n, reasons in trace if not reasons], call)
+        others = [b.name for b in REGISTRY if not (b.packages or reasons_for(b, facts))]
+        raise refusal(name, trace, others, call)
     return choices
 
 
 @lru_cache(maxsize=4096)
 def survey(name: str, facts: Facts) -> tuple[tuple[Choice, ...], Trace]:
-    """What `fitting` finds, and every reason against every backend; the same for the same facts."""
-    trace = tuple((b.name, reasons_for(b, facts)) for b in REGISTRY)
-    chosen = among(name, facts, dict(trace))
-    return tuple(Choice(b.name, name, composed(b, facts.device), trace) for b in chosen), trace
+    """What `fitting` finds, and every reason against each backend that the name may become; alike for alike facts."""
+    order = AUTO_ORDER if name == AUTO else (name,)
+    backends = [b for b in REGISTRY if b.name in order]
+    reasons = {b.name: _first_reasons(b, facts, named=name != AUTO) for b in backends}
+    chosen = among(name, facts, reasons)
+    if not chosen:  # then every reason is told
+        reasons = {b.name: reasons_for(b, facts) or reasons[b.name] for b in backends}
+    trace = tuple(reasons.items())
+    return tuple(Choice(b.name, name, composed(b, facts.device, facts.options), trace) for b in chosen), trace
 
 
 def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:
     """What a name, or "auto", may become where these are the reasons against each backend; best first."""
-    fits = [b for b in REGISTRY if not reasons[b.name] and name in (AUTO, b.name)]
-    if name == AUTO:  # auto ignores grad mode: a reentrant checkpoint's first pass has it off
-        claims = {b.name: b.pairs[facts.device].claims for b in fits}
-        fits = [b for b in fits if _trains(claims[b.name], facts)]
-    return tuple(fits)
+    fits = [b for b in REGISTRY if b.name in reasons and not reasons[b.name]]
+    if name != AUTO:
+        return tuple(b for b in fits if b.name == name)
+    # auto ignores grad mode: a reentrant checkpoint's first pass has it off
+    fits = [b for b in fits if b.name in AUTO_ORDER and _trains(b.pairs[facts.device].claims, facts)]
+    return tuple(sorted(fits, key=lambda b: AUTO_ORDER.index(b.name)))
 
 
 def meant(name: str, facts: Facts, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> str:
@@ -183,6 +218,14 @@ def _deterministic(claims: Claims, facts: Facts) -> bool:
 def _rounds(facts: Facts) -> bool:
     """Whether a float mask in the inputs' dtype would be another mask."""
     return facts.bias_dtype is not None and torch.promote_types(facts.bias_dtype, facts.dtype) != facts.dtype
+
+
+def _first(claims: Claims) -> tuple[int, int]:
+    return claims.min_capability or (0, 0)
+
+
+def _last(claims: Claims) -> tuple[int, int]:
+    return claims.max_capability or (99, 9)
 
 
 def _wanted(facts: Facts) -> str:

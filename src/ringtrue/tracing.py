@@ -132,7 +132,7 @@ class _Rooms:
         return _number(choice), choice.pair
 
     def pair(self, chosen: int, call: Normalised) -> OpPair:
-        return select.composed(REGISTRY[chosen], call.facts.device)
+        return select.composed(REGISTRY[chosen], call.facts.device, call.facts.options)
 
 
 class _Ranks:
@@ -157,7 +157,7 @@ class _Ranks:
     ) -> tuple[calls.Call, OpPair]:
         call = _checked(q, k, v, parts, plain, shared)
         backend, *agreed = numbers
-        pair = select.composed(REGISTRY[backend], call.facts.device)
+        pair = select.composed(REGISTRY[backend], call.facts.device, call.facts.options)
         return call, _declared(shared).replan(call, pair, agreed)
 
     def count(self, shared: Shared) -> int:

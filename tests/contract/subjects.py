@@ -19,7 +19,9 @@ from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.audit.yardstick import yardstick
 from ringtrue.backends import REGISTRY
 from ringtrue.contract import Facts, OpPair
+from ringtrue.edge import edge
 from ringtrue.select import composed, reasons_against
+from standins import STANDINS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,9 +31,10 @@ class Subject(NamedTuple):
 
     pair: OpPair
     device: str
+    standin: bool = False  # glue around a module of our own: tests/standins
 
     def __str__(self) -> str:
-        return f"{self.pair.name}-{self.device}"
+        return f"{self.pair.name}-{'standin' if self.standin else self.device}"
 
 
 class Reference(NamedTuple):
@@ -51,6 +54,7 @@ SUBJECTS = tuple(
     for device in backend.pairs
     if _here(device) and backend.unavailable(device) is None
 )
+SUBJECTS += tuple(Subject(edge(standin.pair), "cpu", standin=True) for standin in STANDINS)
 
 
 def parameters(subject: Subject) -> object:

@@ -74,6 +74,7 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
     "masks": ("mask", lambda c: [call(attn_mask=made()) for kind, made in MASKS.items() if kind not in c.masks]),
     "bias_dtype": ("mask-dtype", lambda c: no(c.bias_dtype != "input", call(widest=False, attn_mask=WIDE_MASK))),
     "causal": ("causal", lambda c: no(c.causal != "none", call(is_causal=True))),
+    "alone": ("mask-causal", lambda c: [call(attn_mask=MASKS[kind](), is_causal=True) for kind in c.alone & c.masks]),
     "max_head_dim": ("head-dim", lambda c: no(c.max_head_dim is None, call(heads_dim=(c.max_head_dim or 0) + 8))),
     "dropout": ("no-dropout", lambda c: no(c.dropout, call(dropout_p=0.5))),
     "softcap": ("no-softcap", lambda c: no(c.softcap, call(softcap=2.0))),
@@ -89,6 +90,7 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
 }
 NOT_REFUSED = {
     "head_dim_multiple": "the edge pads",
+    "head_dims": "the edge pads up to the next; beyond the last it is max_head_dim",
     "stride_multiple": "the edge copies",
     "key_tile": "the edge splits the keys",
     "dropout_tile": "the edge cuts the queries",
@@ -96,6 +98,7 @@ NOT_REFUSED = {
     "gqa": "the edge repeats the heads",
     "value_dim": "the edge pads the narrower one",
     "min_capability": "a matter of the device, see test_select.py",
+    "max_capability": "the same",
     "deterministic_by_switch": "widens `deterministic`, see below",
     "any_strides": "the edge makes it contiguous",
     "dlse": "known only in backward, when somebody asks for it: an error there",
@@ -106,6 +109,7 @@ NARROWEST = Claims(
     frozenset({torch.bfloat16}),
     bias_dtype="input",
     max_head_dim=8,
+    alone=frozenset({"key_keep", "segments"}),
     lse=False,
     backward=False,
     backward_from_lse=False,

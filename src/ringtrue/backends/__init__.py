@@ -1,4 +1,4 @@
-"""Every backend, one line each, in the order in which `auto` prefers them. README.md here says how to add one."""
+"""Every backend, one line each. README.md here says how to add one."""
 
 from __future__ import annotations
 

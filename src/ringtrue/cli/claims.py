@@ -77,6 +77,7 @@ def _rows() -> list[tuple[str, Read]]:
         "dtypes": ("dtypes", lambda c: ", ".join(_brief(d) for d in _by_size(c.dtypes))),
         "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
         "bias_dtype": ("dtype of a float mask", _bias_dtype),
+        "alone": ("masks not with causal", lambda c: _joined(c.alone, MASKS)),
         "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
         "min_capability": ("compute capability", _capability),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
@@ -104,8 +105,8 @@ def _bias_dtype(claims: rt.Claims) -> str:
 
 
 def _capability(claims: rt.Claims) -> str:
-    first = claims.min_capability
-    return "any" if first is None else f"from {first[0]}.{first[1]} on"
+    ends = [(word, end) for word, end in (("from", claims.min_capability), ("up to", claims.max_capability)) if end]
+    return " ".join(f"{word} {end[0]}.{end[1]}" for word, end in ends) or "any"
 
 
 def _deterministic(claims: rt.Claims) -> str:
@@ -115,7 +116,8 @@ def _deterministic(claims: rt.Claims) -> str:
 
 def _made_alike(field: str) -> bool:
     """Whether the edge makes every pair the same in this (strides, signs, multiples), or another row has it."""
-    return field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch"))
+    other_row = field in ("max_capability", "head_dims")
+    return other_row or field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch"))
 
 
 def _rings(claims: rt.Claims) -> bool:

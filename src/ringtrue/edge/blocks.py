@@ -37,6 +37,9 @@ def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims, rows_at_once: 
         return [(slice(0, q_len), slice(0, k_len))]
     if (mask.kinds - claims.masks) & WRITTEN_OUT:
         return [(rows, part) for rows, cols in written_out(mask, q_len, k_len) for part in _tiles(cols, claims)]
+    if mask.since is not None:  # the pair takes windows
+        rows, cols = in_sight(mask, q_len, k_len)
+        return [(rows, part) for part in _tiles(cols, claims)] if rows.start < rows.stop else []
     blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)
     if all(len(_tiles(cols, claims)) == 1 for _, cols in blocks):
         return blocks
@@ -74,6 +77,20 @@ def _causal_blocks(offset: int | None, rows: slice, cols: slice, claims: Claims)
         return [(slice(rows.start, last), slice(cols.start, cols.start + last - rows.start + offset)), *whole]
     seen_by_all = [(rows, slice(cols.start, cols.start + offset))] if offset else []
     return [*seen_by_all, (rows, slice(cols.start + offset, cols.stop))]
+
+
+def in_sight(mask: Mask, q_len: int, k_len: int) -> Block:
+    """Queries whose window reaches some key, and keys that some window reaches; none of either where none do.
+
+    Counted from there, the window's ends lie on either side of the line from the last query to the last key, which is
+    how kernels count them (flash-attn's window_size, bottom-right, both at least 0).
+    """
+    since = 1 - q_len if mask.since is None else mask.since
+    causal = k_len - 1 if mask.causal is None else mask.causal
+    rows = slice(max(0, -causal), min(q_len, k_len - since))
+    if since > causal or rows.start >= rows.stop:
+        return slice(0, 0), slice(0, 0)
+    return rows, slice(max(0, rows.start + since), min(k_len, rows.stop + causal))
 
 
 def written_out(mask: Mask, q_len: int, k_len: int) -> list[Block]:

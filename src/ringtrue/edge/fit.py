@@ -24,6 +24,8 @@ def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v:
     multiple, tile = claims.head_dim_multiple, claims.key_tile
     if multiple > 1 and (dim % multiple or value_dim % multiple):
         return False
+    if claims.head_dims is not None and not {dim, value_dim} <= claims.head_dims:
+        return False
     if (tile is not None and k_len % (2 * tile) == tile) or (options.scale <= 0 and not claims.any_scale):
         return False
     rows = rows_at_once(claims, options, q, k)
@@ -46,11 +48,17 @@ def fit(claims: Claims, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """q, k, v as the kernel takes them: one key head per query head, widths it knows, last dim contiguous."""
     if not claims.gqa and k.shape[2] != q.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    multiple = claims.head_dim_multiple
-    width, value_width = (-(-x.shape[-1] // multiple) * multiple for x in (q, v))
+    width, value_width = (_width(claims, x.shape[-1]) for x in (q, v))
     if not claims.value_dim:
         width = value_width = max(width, value_width)
     return inner(claims, pad(q, width)), inner(claims, pad(k, width)), inner(claims, pad(v, value_width))
+
+
+def _width(claims: Claims, dim: int) -> int:
+    """The head dim that the kernel takes for one of `dim`."""
+    if claims.head_dims is not None:
+        return min(d for d in claims.head_dims if d >= dim)
+    return -(-dim // claims.head_dim_multiple) * claims.head_dim_multiple
 
 
 def unfit(grad: Tensor | None, like: Tensor) -> Tensor | None:
@@ -101,6 +109,8 @@ def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
     """Whether the pair takes the segments, the window and the causal offset of a block; else they are written out."""
     if (mask.kinds - claims.masks) & WRITTEN_OUT:
         return False
+    if mask.since is not None:
+        return True
     own = {"offset": mask.causal, "top_left": 0, "bottom_right": k_len - q_len, "none": None}[claims.causal]
     return mask.causal is None or mask.causal == own
 
