@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,3 +65,16 @@ def test_a_pair_refuses_what_it_does_not_claim() -> None:
     pair = next(s for s in SUBJECTS if s.name == "ours/native_flash/pair")
     outcome = examine(pair, Check(case("softcap")))
     assert outcome.verdict == "refused as claimed"
+
+
+def test_a_mask_that_goes_without_causal_is_not_claimed_beside_it() -> None:
+    from ringtrue.subjects.ours import Pair, says_of
+
+    taken = frozenset({"key_keep", "window"})
+    pair = rt.op_pair("native_math")
+    pair = replace(pair, claims=replace(pair.claims, masks=taken, alone=frozenset({"key_keep"})))
+    subject = Pair("ours/alone/pair", says_of(pair.claims), "", "", pair)
+    call = call_of(build(case("keep")))
+    assert subject.against(call) == ""
+    assert "key_keep beside causal" in subject.against(replace(call, mask=replace(call.mask, causal=0)))
+    assert "key_keep beside causal" in subject.against(replace(call, mask=replace(call.mask, since=-2)))

@@ -56,6 +56,11 @@ def says_of(claims: rt.Claims) -> Says:
     )
 
 
+def _beyond(claims: rt.Claims, call: Call) -> str:
+    """What the claims refuse that `Says` has no word for."""
+    return "; ".join(filter(None, (_rounds(claims, call), _beside(claims, call))))
+
+
 def _rounds(claims: rt.Claims, call: Call) -> str:
     """A float mask in the inputs' dtype would be another mask: refused where the kernel takes no other."""
     bias = call.mask.bias
@@ -63,6 +68,15 @@ def _rounds(claims: rt.Claims, call: Call) -> str:
         return ""
     wider = torch.promote_types(bias.dtype, call.query.dtype) != call.query.dtype
     return f"a {bias.dtype} mask beside {call.query.dtype}" if wider else ""
+
+
+def _beside(claims: rt.Claims, call: Call) -> str:
+    """Masks that the kernel takes, but not together with causal or a window."""
+    mask = call.mask
+    alone = sorted(claims.alone & mask.kinds)
+    return (
+        f"{', '.join(alone)} beside causal or a window" if alone and (mask.causal, mask.since) != (None, None) else ""
+    )
 
 
 class Public(Plain):
@@ -77,7 +91,7 @@ class Public(Plain):
     claims: rt.Claims
 
     def against(self, call: Call) -> str:
-        return "; ".join(filter(None, (self.says.against(call), _rounds(self.claims, call))))
+        return "; ".join(filter(None, (self.says.against(call), _beyond(self.claims, call))))
 
     def attend_call(self, call: Call) -> tuple[Tensor, Tensor]:
         if call.rng is not None:
@@ -117,7 +131,7 @@ class Pair(Plain):
 
     def against(self, call: Call) -> str:
         assert self.pair is not None
-        return "; ".join(filter(None, (self.says.against(call), _rounds(self.pair.claims, call))))
+        return "; ".join(filter(None, (self.says.against(call), _beyond(self.pair.claims, call))))
 
     def run(self, call: Call) -> Quantities:
         pair, refusal = self.pair, self.against(call)
