@@ -1,22 +1,32 @@
-"""Write the support table of README.md from what the backends claim, and docs/faults.md: `python docs/support.py`.
+"""Write the support table of README.md, docs/backends.md and docs/faults.md: `python docs/support.py`.
 
-They say nothing about the machine they are written on; `ringtrue backends` does. tests/test_support.py fails when one
-of them differs from claims or faults.
+They are what the backends claim and what is known of their faults, and say nothing about the machine they are written
+on; `ringtrue backends` does. tests/test_support.py fails when one of them differs from claims or faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import ringtrue as rt
 from ringtrue.cli import claims
 from ringtrue.faults import FAULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 BEGIN = "<!-- support: written by docs/support.py -->\n"
 END = "<!-- end of support -->\n"
-FAULTS_PAGE = README.parent / "docs" / "faults.md"
+BACKENDS_PAGE = ROOT / "docs" / "backends.md"
+BACKENDS_HEAD = """# What every backend claims
+
+Written by docs/support.py from the claims in `src/ringtrue/backends/`; what kernels lack and the library adds (mask
+forms, causal offsets, grouped heads, head dims) is included. The tests hold every claim on every device they run on.
+**verified** says how the kernel itself was proven: on a named GPU (a page of `docs/verified/`), in every run of the
+tests, or not; "glue, with a stand-in" means that only our code around it was, with a module that has the kernel's
+signatures and computes with another one. `ringtrue backends` says what can run on your machine.
+"""
+FAULTS_PAGE = ROOT / "docs" / "faults.md"
 FAULTS_HEAD = """# Known faults of the kernels we call
 
 Written by docs/support.py from `src/ringtrue/faults.py`. **avoid**: the call is put so that the fault cannot show.
@@ -30,23 +40,48 @@ torch's cuDNN fault in fifteen lines: [cudnn_backward_cache.py](cudnn_backward_c
 | backend | device | seen on | what happens | what is done, and where | |
 | -- | -- | -- | -- | -- | -- |
 """
-DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+DEVICES = {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU", "xla": "XLA"}
 
 
 def table(supports: Iterable[rt.Support]) -> str:
-    """A column a backend (devices with the same claims share one), best first for `auto`; a row a question."""
-    columns = claims.columns(supports, join=True)
+    """A row a backend and what it claims (devices with the same claims share one), in a few words."""
+    rows = [["", "what it is", "devices", "verified", "dtypes", "head dims", "masks", "trains", "ring", "also"]]
+    rows.append(["--"] * len(rows[0]))
+    for column in claims.columns(supports, join=True):
+        said = claims.brief(column.supports[0].claims)
+        rows.append(
+            [
+                f"`{column.name}`",
+                column.supports[0].summary,
+                ", ".join(_device(support) for support in column.supports),
+                _each(column.supports),
+                said.dtypes, said.head_dims, _marked(said.masks), said.trains, said.ring, said.also,
+            ]
+        )  # fmt: skip
+    return _rows(rows)
+
+
+def page(supports: Iterable[rt.Support]) -> str:
+    """docs/backends.md: every question to every backend, a section a backend, a column a device."""
+    groups: dict[str, list[rt.Support]] = {}
+    for support in supports:
+        groups.setdefault(support.name, []).append(support)
+    return BACKENDS_HEAD + "".join(_section(name, group) for name, group in groups.items())
+
+
+def _section(name: str, supports: Sequence[rt.Support]) -> str:
+    columns = claims.columns(supports)
     rows = [
-        ["", *(f"`{column.name}`" for column in columns)],
-        ["--"] * (1 + len(columns)),
-        ["what it is", *(column.supports[0].summary for column in columns)],
-        ["devices", *(", ".join(DEVICES.get(d, d) for d in column.devices) for column in columns)],
+        ["", *(DEVICES.get(support.device, support.device) for support in supports)],
+        ["--"] * (1 + len(supports)),
+        ["verified", *(_verified(support, "verified/") for support in supports)],
         *(
             [question, *(_marked(column.cells[i]) for column in columns)]
             for i, question in enumerate(map(_marked, claims.rows()))
         ),
     ]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    needs = "".join(f"\nNeeds `{package.module}`: {package.install}.\n" for package in supports[0].packages)
+    return f"\n## {name}\n\n{supports[0].summary}\n{needs}\n{_rows(rows)}"
 
 
 def written(text: str, supports: Iterable[rt.Support]) -> str:
@@ -67,6 +102,30 @@ def faults_page() -> str:
     return FAULTS_HEAD + "".join(rows)
 
 
+def _device(support: rt.Support) -> str:
+    """Its name, and which GPUs where not all of them will do."""
+    which = claims.capability(support.claims)
+    return DEVICES.get(support.device, support.device) + ("" if which == "any" else f" {which}")
+
+
+def _each(supports: Sequence[rt.Support]) -> str:
+    """How each device's kernel was proven; devices are named where the answers differ."""
+    said = [_verified(support, "docs/verified/") for support in supports]
+    if len(set(said)) == 1:
+        return said[0]
+    return "; ".join(f"{DEVICES.get(s.device, s.device)} {words}" for s, words in zip(supports, said, strict=True))
+
+
+def _verified(support: rt.Support, folder: str) -> str:
+    """How it was proven, with a link to the page; `folder` is docs/verified as seen from the page that is written."""
+    said, path = claims.verified(support), support.verified
+    return f"[{said}]({folder}{path.removeprefix('docs/verified/')})" if path.startswith("docs/verified/") else said
+
+
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
 def _marked(cell: str) -> str:
     """Names of the library as code."""
     for name in (*claims.MASKS.values(), "backend_options"):
@@ -77,4 +136,5 @@ def _marked(cell: str) -> str:
 
 if __name__ == "__main__":
     FAULTS_PAGE.write_text(faults_page(), "utf-8")
+    BACKENDS_PAGE.write_text(page(rt.backends()), "utf-8")
     README.write_text(written(README.read_text("utf-8"), rt.backends()), "utf-8")

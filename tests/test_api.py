@@ -28,8 +28,9 @@ from calls import (
     widest,
 )
 from calls import one_thread as one_thread
+from ringtrue import api
 from ringtrue.backends import REGISTRY
-from ringtrue.contract import OpPair
+from ringtrue.contract import Backend, OpPair
 
 
 @st.composite
@@ -169,6 +170,17 @@ def test_a_pair_of_ones_own_is_a_backend() -> None:
             assert torch.equal(rt.attention(q, k, v, is_causal=True, enable_gqa=True, backend=pair), expected)
 
 
+def test_a_kind_of_device_that_is_not_here_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, asked = unreachable(), list[str]()
+    elsewhere = Backend("other", "", {"npu": pair, "xla": pair, "cpu": pair}, lambda device: asked.append(device))
+    monkeypatch.setattr(api, "REGISTRY", (elsewhere,))
+    npu, xla, cpu = rt.backends()
+    assert npu.unavailable is not None
+    assert npu.unavailable.text == "this machine has no NPU device"
+    assert (xla.unavailable, cpu.unavailable, asked) == (None, None, ["xla", "cpu"])
+    assert (npu.verified, cpu.verified) == ("", "every test run")
+
+
 def test_backends_lists_the_registry_with_claims_and_reasons() -> None:
     listed = [(s.name, s.device) for s in rt.backends()]
     assert listed == [(b.name, device) for b in REGISTRY for device in b.pairs]
@@ -176,7 +188,7 @@ def test_backends_lists_the_registry_with_claims_and_reasons() -> None:
         assert support.summary
         assert support.claims == rt.op_pair(support.name, support.device).claims
         backend = next(b for b in REGISTRY if b.name == support.name)
-        if support.device == "cuda" and not torch.cuda.is_available():
+        if support.device not in ("cpu", "xla") and not (support.device == "cuda" and torch.cuda.is_available()):
             assert support.unavailable is not None
             assert support.unavailable.code == "device"
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -40,17 +41,50 @@ def test_readme_has_the_claims_of_today() -> None:
     assert support.written(README, rt.backends()) == README
 
 
-def test_every_backend_and_device_is_in_the_table() -> None:
-    table = support.table(rt.backends())
+def test_the_page_has_the_claims_of_today() -> None:
+    assert support.BACKENDS_PAGE.read_text("utf-8") == support.page(rt.backends())
+
+
+def both(supports: Sequence[rt.Support]) -> str:
+    """README's table and docs/backends.md."""
+    return str(support.table(supports)) + str(support.page(supports))
+
+
+def test_every_backend_is_a_row_and_a_section() -> None:
+    table, page = support.table(rt.backends()), support.page(rt.backends())
     for found in rt.backends():
-        assert f"`{found.name}`" in table
-        assert found.summary in table
+        assert f"| `{found.name}` | {found.summary} |" in table
+        assert f"\n## {found.name}\n\n{found.summary}\n" in page
+        assert all(f"\nNeeds `{package.module}`: {package.install}.\n" in page for package in found.packages)
+    width = {line.count(" | ") for line in table.splitlines()}
+    assert len(width) == 1
 
 
 def test_the_machine_does_not_show() -> None:
     gone = rt.Reason("device", "this machine has no such device")
     elsewhere = [replace(found, unavailable=gone) for found in rt.backends()]
-    assert support.table(elsewhere) == support.table(rt.backends())
+    assert both(elsewhere) == both(rt.backends())
+
+
+@pytest.mark.parametrize(
+    ("verified", "said"),
+    [
+        ("", "| no |"),
+        ("stand-in", "| glue, with a stand-in |"),
+        ("every test run", "| every test run |"),
+        ("docs/verified/2026-11-30-2xH200.md", "| [on H200](docs/verified/2026-11-30-2xH200.md) |"),
+    ],
+)
+def test_how_a_kernel_was_proven_is_told(verified: str, said: str) -> None:
+    found = replace(rt.backends()[0], verified=verified)
+    assert said in support.table([found])
+    assert said.replace("docs/", "") in support.page([found])
+
+
+def test_every_page_that_proves_something_is_there() -> None:
+    for found in rt.backends():
+        if found.verified not in ("", "stand-in", "every test run"):
+            assert (ROOT / found.verified).is_file(), (found.name, found.verified)
 
 
 def other(value: Any) -> Any:
@@ -72,7 +106,7 @@ def test_no_claim_can_change_unseen(field: str) -> None:
             continue  # the dtype of what it does not take
         changed = replace(found.claims, **{field: other(getattr(found.claims, field))})
         seen = [replace(s, claims=changed) if s == found else s for s in rt.backends()]
-        assert support.table(seen) != support.table(rt.backends()), (found.name, field)
+        assert both(seen) != both(rt.backends()), (found.name, field)
 
 
 def test_the_faults_have_the_table_of_today() -> None:

@@ -16,7 +16,7 @@ from . import autograd, prepared, scope, select, tracing
 from . import call as calls
 from .backends import REGISTRY
 from .checks import Described
-from .contract import Backend, Choice, Claims, Facts, OpPair, Reason
+from .contract import Backend, Choice, Claims, Facts, OpPair, Package, Reason
 from .edge import widened
 from .errors import ArgumentError, UnsupportedError, message
 from .masks import MaskPart
@@ -202,27 +202,41 @@ def current_backend() -> str | OpPair:
 
 @dataclass(frozen=True)
 class Support:
-    """One backend on one kind of device: what it claims, and why it cannot run here (None when it can)."""
+    """One backend on one kind of device: what it claims, and why it cannot run here (None when it can).
+
+    verified  how its kernel was proven there: "every test run", the path of a page in this repository with what was
+              run and on which machine, "stand-in" where only our code around it was, "" where nothing was
+    packages  the optional packages it needs
+    """
 
     name: str
     device: str
     summary: str
     claims: Claims
     unavailable: Reason | None
+    verified: str = ""
+    packages: tuple[Package, ...] = ()
 
 
 def backends() -> tuple[Support, ...]:
     """Every backend on every device it has a kernel for, best first; `claims` with the edge included."""
     return tuple(
-        Support(b.name, device, b.summary, widened(pair.claims), _missing(b, device))
+        Support(b.name, device, b.summary, widened(pair.claims), _missing(b, device), _verified(b, device), b.packages)
         for b in REGISTRY
         for device, pair in b.pairs.items()
     )
 
 
+def _verified(backend: Backend, device: str) -> str:
+    """How a pair was proven; those of the CPU are by every run of the tests."""
+    return backend.verified.get(device, "every test run" if device == "cpu" else "")
+
+
 def _missing(backend: Backend, device: str) -> Reason | None:
-    if device == "cuda" and not torch.cuda.is_available():
-        return Reason("device", "this machine has no CUDA device", "cuda", "cpu")
+    # torch knows an "xla" device only through a package, for which the backend itself asks
+    module = getattr(torch, device, None)
+    if device not in ("cpu", "xla") and not (module is not None and module.is_available()):
+        return Reason("device", f"this machine has no {device.upper()} device", device, "cpu")
     return backend.unavailable(device)
 
 

@@ -91,4 +91,5 @@ BACKEND = Backend(
     "cuDNN's fused kernel, through torch",
     {"cuda": OpPair("native_cudnn", forward, backward, CLAIMS)},
     lambda device: moved(SCHEMAS),
+    verified={"cuda": "docs/verified/2026-11-30-1xH200-issue4.md"},
 )

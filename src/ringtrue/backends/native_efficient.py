@@ -98,4 +98,5 @@ BACKEND = Backend(
     "torch's memory-efficient kernel",
     {"cuda": OpPair("native_efficient", forward, backward, CLAIMS)},
     lambda device: moved(SCHEMAS),
+    verified={"cuda": "docs/verified/2026-11-30-1xH200-issue4.md"},
 )

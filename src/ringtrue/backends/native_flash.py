@@ -161,4 +161,5 @@ BACKEND = Backend(
         "cuda": OpPair("native_flash", cuda_forward, cuda_backward, CUDA_CLAIMS),
     },
     lambda device: moved(CUDA_SCHEMAS if device == "cuda" else CPU_SCHEMAS),
+    verified={"cuda": "docs/verified/2026-11-30-1xH200-issue4.md"},
 )

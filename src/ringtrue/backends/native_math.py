@@ -131,4 +131,9 @@ CLAIMS = Claims(
     arithmetic="float32",
 )
 PAIR = OpPair("native_math", forward, backward, CLAIMS)
-BACKEND = Backend("native_math", "readable maths in float32/64, on any device", {"cpu": PAIR, "cuda": PAIR})
+BACKEND = Backend(
+    "native_math",
+    "readable maths in float32/64, on any device",
+    {"cpu": PAIR, "cuda": PAIR},
+    verified={"cuda": "docs/verified/2026-11-30-1xH200-issue4.md"},
+)

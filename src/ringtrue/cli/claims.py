@@ -1,4 +1,4 @@
-"""Claims in words: a row a question, a column a backend and device; for the terminal and for README.md alike.
+"""Claims in words: every question of one backend, or a few words on each of all; for the terminal and the pages alike.
 
 A field of `Claims` that has no words of its own here is shown under its own name, so nothing that is claimed is hidden.
 """
@@ -6,6 +6,7 @@ A field of `Claims` that has no words of its own here is shown under its own nam
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,10 @@ BIAS = {
     "input": "one whose numbers the inputs' dtype holds",
     "accumulate": "float32, or wider",
 }
-ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype"}
+ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype", "8-bit": "8 bits: quantised"}
+SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+IN_ANOTHER_ROW = ("head_dims", "max_capability")
+ON = re.compile(r"\d+x([A-Z]+\d+\w*)")  # the machine in the name of a page of docs/verified: 2xH200
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,49 @@ def columns(supports: Iterable[rt.Support], *, join: bool = False) -> tuple[Colu
     )
 
 
+@dataclass(frozen=True)
+class Brief:
+    """What most people choose a backend by, in a few words each."""
+
+    dtypes: str
+    head_dims: str
+    masks: str
+    trains: str
+    ring: str
+    also: str
+
+
+def brief(claims: rt.Claims) -> Brief:
+    """The few words; `also` lists what not every kernel has."""
+    also = (
+        (claims.dropout, "dropout"),
+        (claims.softcap, "softcap"),
+        (claims.dbias, "gradient of a float mask"),
+        (claims.deterministic, "deterministic"),
+        (claims.deterministic_by_switch and not claims.deterministic, "deterministic by torch's switch"),
+        (claims.double_backward, "double backward"),
+        (claims.arithmetic == "8-bit", "quantised"),
+        (bool(claims.options), "options: " + _joined(claims.options, {})),
+    )
+    return Brief(
+        dtypes=", ".join(SHORT.get(_word(d), _word(d)) for d in _by_size(claims.dtypes)),
+        head_dims=_head_dims(claims),
+        masks=_masks(claims),
+        trains=_said(claims.backward),
+        ring=_said(_rings(claims)),
+        also=", ".join(words for there, words in also if there) or "-",
+    )
+
+
+def verified(support: rt.Support) -> str:
+    """How a kernel was proven, in words: "on H200" for a page of docs/verified that was measured on one."""
+    seen = support.verified
+    if seen in ("", "stand-in"):
+        return "glue, with a stand-in" if seen else "no"
+    machine = ON.search(seen)
+    return f"on {machine[1]}" if machine else seen
+
+
 def plain(claims: rt.Claims) -> dict[str, Any]:
     """All fields, as JSON has them."""
     return {field.name: _json(getattr(claims, field.name)) for field in dataclasses.fields(claims)}
@@ -74,14 +121,14 @@ def _rows() -> list[tuple[str, Read]]:
     """Those with words of their own, then every other field; what the edge makes alike for all pairs is left out."""
     fields = [field.name for field in dataclasses.fields(rt.Claims)]
     known: dict[str, tuple[str, Read]] = {
-        "dtypes": ("dtypes", lambda c: ", ".join(_brief(d) for d in _by_size(c.dtypes))),
+        "dtypes": ("dtypes", lambda c: ", ".join(_word(d) for d in _by_size(c.dtypes))),
         "masks": ("masks", lambda c: _joined(c.masks, MASKS)),
         "bias_dtype": ("dtype of a float mask", _bias_dtype),
-        "alone": ("masks not with causal", lambda c: _joined(c.alone, MASKS)),
         "causal": ("causal", lambda c: CAUSAL.get(str(c.causal), str(c.causal))),
-        "min_capability": ("compute capability", _capability),
+        "alone": ("masks not with causal, window", lambda c: _joined(c.alone, MASKS)),
+        "min_capability": ("compute capability", capability),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
-        "max_head_dim": ("head dims", lambda c: "any" if c.max_head_dim is None else f"up to {c.max_head_dim}"),
+        "max_head_dim": ("head dims", _head_dims),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
         "softcap": ("softcap", lambda c: _said(c.softcap)),
@@ -104,9 +151,25 @@ def _bias_dtype(claims: rt.Claims) -> str:
     return BIAS.get(str(claims.bias_dtype), str(claims.bias_dtype)) if takes else "none"
 
 
-def _capability(claims: rt.Claims) -> str:
-    ends = [(word, end) for word, end in (("from", claims.min_capability), ("up to", claims.max_capability)) if end]
-    return " ".join(f"{word} {end[0]}.{end[1]}" for word, end in ends) or "any"
+def _masks(claims: rt.Claims) -> str:
+    causal = claims.causal != "none"
+    if claims.masks >= MASKS.keys():
+        return "all" if causal else "all, not causal"
+    return ", ".join(["causal"] * causal + [_joined(claims.masks, MASKS)] * bool(claims.masks)) or "none"
+
+
+def capability(claims: rt.Claims) -> str:
+    """The compute capabilities that it runs on, in words."""
+    first, last = (None if c is None else f"{c[0]}.{c[1]}" for c in (claims.min_capability, claims.max_capability))
+    if last is not None:
+        return f"{first} to {last}" if first else f"up to {last}"
+    return f"from {first} on" if first else "any"
+
+
+def _head_dims(claims: rt.Claims) -> str:
+    if claims.head_dims is not None:
+        return ", ".join(map(str, sorted(claims.head_dims)))
+    return "any" if claims.max_head_dim is None else f"up to {claims.max_head_dim}"
 
 
 def _deterministic(claims: rt.Claims) -> str:
@@ -116,8 +179,7 @@ def _deterministic(claims: rt.Claims) -> str:
 
 def _made_alike(field: str) -> bool:
     """Whether the edge makes every pair the same in this (strides, signs, multiples), or another row has it."""
-    other_row = field in ("max_capability", "head_dims")
-    return other_row or field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch"))
+    return field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch")) or field in IN_ANOTHER_ROW
 
 
 def _rings(claims: rt.Claims) -> bool:
@@ -129,7 +191,7 @@ def _said(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, frozenset | set | tuple | list):
         return _joined(value, {})
-    return "none" if value is None else _brief(value)
+    return "none" if value is None else _word(value)
 
 
 def _joined(items: Iterable[object], words: dict[str, str]) -> str:
@@ -142,13 +204,13 @@ def _by_size(dtypes: Iterable[torch.dtype]) -> Sequence[torch.dtype]:
     return sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype)))
 
 
-def _brief(value: object) -> str:
+def _word(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
 def _json(value: object) -> Any:
     if isinstance(value, frozenset | set):
-        return sorted(_brief(item) for item in value)
+        return sorted(_word(item) for item in value)
     if isinstance(value, tuple | list):
         return [_json(item) for item in value]
-    return value if isinstance(value, bool | int | float | str) or value is None else _brief(value)
+    return value if isinstance(value, bool | int | float | str) or value is None else _word(value)
