@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ def _window(mask: Mask, q_len: int, k_len: int) -> dict[str, object]:
     left, right = diagonal - mask.since, None if mask.causal is None else mask.causal - diagonal
     assert left >= 0
     assert right is None or right >= 0
+    assert mask.since <= 0  # cuDNN counts from the first query and key, where neither may be negative either
+    assert mask.causal is None or mask.causal >= 0
     return {"window": (left, right)}
 
 
@@ -53,6 +57,38 @@ def test_a_window_is_right_wherever_it_lies(q_len: int, k_len: int, ends: tuple[
     given = [run(edge(PAIR), q, k, v, g, mask), run(rt.op_pair("native_math"), q, k, v, g, mask)]
     for found, right_one in zip(*given, strict=True):
         torch.testing.assert_close(found, right_one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(12, 12), (4, 12), (15, 4), (12, 13)])
+@pytest.mark.parametrize("ends", [*ENDS, (6, 0), (9, 0), (10, 3)], ids=str)
+def test_keys_in_two_parts_are_each_in_sight(q_len: int, k_len: int, ends: tuple[int | None, int | None]) -> None:
+    """A pair that cannot take an odd multiple of 4 keys: some rows see one part alone."""
+    torch.manual_seed(0)
+    left, right = ends
+    mask = Mask(causal=right, since=None if left is None else -left)
+    q, k, v, g = (torch.randn(2, n, 2, 8) for n in (q_len, k_len, k_len, q_len))
+    tiled = edge(replace(PAIR, claims=replace(CLAIMS, key_tile=4)))
+    given = [run(tiled, q, k, v, g, mask), run(rt.op_pair("native_math"), q, k, v, g, mask)]
+    for found, right_one in zip(*given, strict=True):
+        torch.testing.assert_close(found, right_one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beside", [{}, {"causal": 0}, {"since": -2}, {"dense": torch.zeros(1, 1, 8, 8)}], ids=str)
+def test_a_mask_that_a_pair_takes_alone_becomes_a_bias_beside_others(beside: dict[str, Any]) -> None:
+    seen: list[Mask] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *rest: object) -> ForwardOut:
+        seen.append(mask)
+        return _forward(q, k, v, Mask(causal=mask.causal, since=mask.since), None, Options(0.3))
+
+    claims = replace(CLAIMS, masks=frozenset({"dense_float", "key_keep", "window"}), alone=frozenset({"key_keep"}))
+    keep = torch.tensor([True] * 7 + [False])
+    x = torch.randn(2, 8, 2, 8)
+    edge(OpPair("watched", watched, _backward, claims)).forward(
+        x, x, x, Mask(key_keep=keep.expand(2, 8), **beside), None, Options(0.3)
+    )
+    assert (seen[0].key_keep is None) == bool(beside)
+    assert (seen[0].dense is not None) == bool(beside)
 
 
 def run(pair: OpPair, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Mask) -> tuple[Tensor, ...]:

@@ -38,14 +38,15 @@ def edge(pair: OpPair) -> OpPair:
 
 def widened(claims: Claims) -> Claims:
     """What a pair with these claims can do once the edge is around it."""
-    masks = claims.masks
+    masks, alone = claims.masks, claims.alone
     if "dense_float" in masks:
         masks = frozenset({"dense_bool", "dense_float", "key_keep", "key_bias", "segments", "window"})
+        alone = frozenset()
     causal = claims.causal if claims.causal == "none" else "offset"
     most = claims.max_head_dim if claims.head_dims is None else max(claims.head_dims)
     bias_dtype: Literal["input", "any"] = "input" if claims.bias_dtype == "input" else "any"
     return replace(
-        claims, masks=masks, bias_dtype=bias_dtype, causal=causal, max_head_dim=most,
+        claims, masks=masks, alone=alone, bias_dtype=bias_dtype, causal=causal, max_head_dim=most,
         head_dims=None, head_dim_multiple=1, gqa=True, value_dim=True,
         key_tile=None, dropout_tile=None, any_scale=True, any_strides=True, stride_multiple=1,
         dlse=claims.dlse or claims.backward_from_lse,

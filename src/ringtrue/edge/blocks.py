@@ -39,7 +39,8 @@ def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims, rows_at_once: 
         return [(rows, part) for rows, cols in written_out(mask, q_len, k_len) for part in _tiles(cols, claims)]
     if mask.since is not None:  # the pair takes windows
         rows, cols = in_sight(mask, q_len, k_len)
-        return [(rows, part) for part in _tiles(cols, claims)] if rows.start < rows.stop else []
+        seen = _tiles(cols, claims) if rows.start < rows.stop else []
+        return [block for part in seen for block in _window_blocks(mask, rows, part, claims)]
     blocks = _causal_blocks(mask.causal, slice(0, q_len), slice(0, k_len), claims)
     if all(len(_tiles(cols, claims)) == 1 for _, cols in blocks):
         return blocks
@@ -91,6 +92,18 @@ def in_sight(mask: Mask, q_len: int, k_len: int) -> Block:
     if since > causal or rows.start >= rows.stop:
         return slice(0, 0), slice(0, 0)
     return rows, slice(max(0, rows.start + since), min(k_len, rows.stop + causal))
+
+
+def _window_blocks(mask: Mask, rows: slice, part: slice, claims: Claims) -> list[Block]:
+    """What of a rectangle of keys in sight is in sight of these rows; beside the end of a window it is only causal."""
+    own = Mask(causal=mask.causal, since=mask.since).at(rows, part)
+    if own.since is None:
+        return _causal_blocks(own.causal, rows, part, claims)
+    seen, keys = in_sight(own, rows.stop - rows.start, part.stop - part.start)
+    shifted = (
+        slice(rows.start + seen.start, rows.start + seen.stop), slice(part.start + keys.start, part.start + keys.stop)
+    )  # fmt: skip
+    return [shifted] if seen.start < seen.stop else []
 
 
 def written_out(mask: Mask, q_len: int, k_len: int) -> list[Block]:

@@ -90,7 +90,8 @@ def lower(mask: Mask, q: Tensor, k: Tensor, claims: Claims) -> Mask:
     takes_bias = mask.bias is None or wanted is None or mask.bias.dtype == wanted
     takes_shape = mask.dense is None or mask.dense.shape[-1] == k_len or claims.any_strides
     written_out = not _takes_ends(mask, q.shape[1], k_len, claims)
-    if written_out or not (mask.kinds <= claims.masks and takes_bias and takes_shape):
+    apart = not mask.kinds & claims.alone or (mask.causal is None and mask.since is None and mask.dense is None)
+    if written_out or not (mask.kinds <= claims.masks and takes_bias and takes_shape and apart):
         to = wanted or accumulate_dtype(dtype)
         bias = whole_bias(mask, to, q.shape[1], k_len, q.device) if written_out else dense_bias(mask, to)
         if bias is not None and bias.shape[-1] != k_len:  # kernels read past a key dim of 1
