@@ -105,7 +105,7 @@ def test_a_named_backend_is_that_backend(name: str) -> None:
         assert (choice.backend, choice.asked, choice.pair.name) == (name, name, name)
 
 
-@pytest.mark.parametrize("wrong", ["", "flash", "AUTO", "__auto", "native_math ", None, 3, ["auto"], torch.float32])
+@pytest.mark.parametrize("wrong", ["", "flash_5", "AUTO", "__auto", "native_math ", None, 3, ["auto"], torch.float32])
 def test_an_unknown_name_lists_the_known_ones(wrong: object) -> None:
     known = (*(b.name for b in HERE), "auto")
     with refused(rt.ArgumentError, "unknown backend", repr(wrong), *known):

@@ -54,6 +54,7 @@ SUBJECTS = tuple(
     for device in backend.pairs
     if _here(device) and backend.unavailable(device) is None
 )
+KERNELS = SUBJECTS  # what is planted outside of a pair, or what a kernel may keep, needs no stand-in to be found
 SUBJECTS += tuple(Subject(edge(standin.pair), "cpu", standin=True) for standin in STANDINS)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from contract.subjects import SUBJECTS, Subject, parameters
+from contract.subjects import KERNELS, Subject, parameters
 from ringtrue.contract import Mask, Options, Wanted
 
-CLAIMING = [parameters(s) for s in SUBJECTS if s.pair.claims.deterministic or s.pair.claims.deterministic_by_switch]
+CLAIMING = [parameters(s) for s in KERNELS if s.pair.claims.deterministic or s.pair.claims.deterministic_by_switch]
 
 
 @pytest.fixture

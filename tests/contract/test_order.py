@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from contract.bridges import operator_pair
-from contract.subjects import SUBJECTS, Subject, parameters
+from contract.subjects import KERNELS, Subject, parameters
 from ringtrue.audit.order import orders, run
 from ringtrue.contract import OpPair
 from ringtrue.plants.of_memories import MEMORIES
 
-EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in KERNELS])
 
 
 def broken(pair: OpPair, device: str, dtype: torch.dtype, length: int = 16) -> Iterator[str]:
@@ -26,7 +26,7 @@ def broken(pair: OpPair, device: str, dtype: torch.dtype, length: int = 16) -> I
 
 TYPED = [
     pytest.param(s, dtype, id=f"{s}-{dtype}", marks=parameters(s).marks)  # type: ignore[attr-defined]
-    for s in SUBJECTS
+    for s in KERNELS
     for dtype in sorted(s.pair.claims.dtypes, key=str)
 ]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ringtrue.backends import flash
+
+from . import flash_attn_2
 from .standin import StandIn
 
-STANDINS: tuple[StandIn, ...] = ()
+STANDINS: tuple[StandIn, ...] = (StandIn(flash.make_pair("flash", lambda: flash_attn_2), ("flash", "flash_hub")),)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ..contract import Backend
-from . import native_cudnn, native_efficient, native_flash, native_math
+from . import flash, native_cudnn, native_efficient, native_flash, native_math
 
 REGISTRY: tuple[Backend, ...] = (
     native_cudnn.BACKEND,
     native_flash.BACKEND,
     native_efficient.BACKEND,
     native_math.BACKEND,
+    flash.FLASH,
+    flash.FLASH_HUB,
 )

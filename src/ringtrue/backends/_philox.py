@@ -50,6 +50,11 @@ def kernel_state(rng: Tensor | None) -> int:
 
 @contextmanager
 def _lent(state: int, device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":  # a generator without offsets: what has a kernel's arguments and computes on the CPU
+        with _turn, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(state)
+            yield
+        return
     generator = torch.cuda.default_generators[device.index]
     with _turn:
         seed, offset = generator.initial_seed(), generator.get_offset()
