@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..contract import Backend
-from . import flash, native_cudnn, native_efficient, native_flash, native_math
+from . import flash, flash_4, native_cudnn, native_efficient, native_flash, native_math
 
 REGISTRY: tuple[Backend, ...] = (
     native_cudnn.BACKEND,
@@ -12,4 +12,5 @@ REGISTRY: tuple[Backend, ...] = (
     native_math.BACKEND,
     flash.FLASH,
     flash.FLASH_HUB,
+    flash_4.BACKEND,
 )

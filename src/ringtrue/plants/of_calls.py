@@ -42,7 +42,7 @@ from .pairs import (
     without_last_key,
     without_scale_in_dq,
 )
-from .plant import NOT_BFLOAT16, SIXTEEN, Plant
+from .plant import NOT_BFLOAT16, SIXTEEN, Plant, takes
 
 LAYOUT: dict[str, Plant] = {
     "q-transposed-twice": Plant(
@@ -189,7 +189,7 @@ SCALES: dict[str, Plant] = {
         "scores are capped after the mask was added",
         "softcap and a mask",
         softcap_after_mask,
-        needs=lambda c: c.softcap,
+        needs=lambda c: c.softcap and "dense_float" in c.masks,
         diagnosis="a softcap that is applied after the mask",
     ),
     **{
@@ -232,7 +232,7 @@ SHARED: dict[str, Plant] = {
         "only the keys of the own shard are seen",
         "ordinary numbers",
         calls.first_half,
-        needs=lambda c: bool(c.masks),
+        needs=takes("key_keep"),
         diagnosis="seeing the first of 2 parts of the keys alone",
     ),
     "first-sample-keys-in-backward": Plant(
@@ -254,7 +254,7 @@ MASKS: dict[str, Plant] = {
         "every mask is dropped",
         "a mask",
         calls.with_mask(calls.ignored),
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_bool", "dense_float", "key_keep", "key_bias"),
         diagnosis="ignor",
         source="huggingface/diffusers#12605",
     ),
@@ -270,14 +270,14 @@ MASKS: dict[str, Plant] = {
         "True is taken to hide",
         "a bool mask",
         calls.with_mask(calls.inverted),
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_bool", "key_keep"),
         diagnosis="an inverted",
     ),
     "mask-of-floats-as-bool": Plant(
         "a float mask is turned into a bool one",
         "a float mask",
         calls.float_as_bool,
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_float"),
         diagnosis="a float mask that is turned into a bool one",
         source="huggingface/transformers#38094",
     ),
@@ -285,21 +285,21 @@ MASKS: dict[str, Plant] = {
         "the first sample's key mask is taken for all",
         "a key mask per sample",
         both_see(first_sample_mask, first_sample_mask),
-        needs=lambda c: bool(c.masks),
+        needs=takes("key_keep"),
         diagnosis="the first sample's mask",
     ),
     "first-sample-dense-mask": Plant(
         "the first sample's mask is taken for all",
         "a mask per sample",
         calls.first_of_dense(0),
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_bool"),
         diagnosis="the first sample's mask",
     ),
     "first-head-mask": Plant(
         "the first head's mask is taken for all",
         "a mask per head",
         calls.first_of_dense(1),
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_bool"),
         diagnosis="the first head's mask",
         source="pytorch/pytorch#184180",
     ),

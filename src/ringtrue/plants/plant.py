@@ -19,6 +19,11 @@ def anything(claims: Claims) -> bool:
     return True
 
 
+def takes(*kinds: str) -> Callable[[Claims], bool]:
+    """Whether a pair takes masks of any of these kinds."""
+    return lambda claims: not claims.masks.isdisjoint(kinds)
+
+
 @dataclass(frozen=True)
 class Plant:
     """A fault, what must catch it, and what must be said of it.

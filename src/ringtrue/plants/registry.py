@@ -6,7 +6,7 @@ from .between_ranks import FAULTS
 from .historical import PLANTS
 from .of_calls import CALLS
 from .of_memories import MEMORIES
-from .plant import Plant
+from .plant import Plant, takes
 
 HISTORICAL: dict[str, Plant] = {
     "kv-transposed-twice": Plant(
@@ -18,7 +18,7 @@ HISTORICAL: dict[str, Plant] = {
     "mask-as-bias": Plant(
         "a bool mask goes into an additive slot and is added as 0 and 1",
         "a bool mask",
-        needs=lambda c: bool(c.masks),
+        needs=takes("dense_float"),
         diagnosis="a bool mask that is added as 0 and 1",
     ),
     "lse-missing": Plant(
