@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -15,7 +16,7 @@ import torch
 from contract.subjects import verdicts
 from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
-from ringtrue.backends import flash_4
+from ringtrue.backends import _hub, flash_4
 from ringtrue.contract import Mask, Options, Package, Reason, Wanted
 from ringtrue.edge import edge
 from standins import flash_attn_4
@@ -195,3 +196,27 @@ def test_other_arguments_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = flash_4.unlike(older)
     assert reason is not None
     assert (reason.code, reason.value[-4:]) == ("schema-moved", "dlse")
+
+
+@pytest.mark.parametrize(
+    ("version", "code"), [("4.0.0.beta30", None), ("4.0.0.beta8", "package-version"), (None, "package-version")]
+)
+def test_an_older_build_of_the_hub_is_refused(
+    version: str | None, code: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = SimpleNamespace(__version__=version) if version else SimpleNamespace()
+    kernel = SimpleNamespace(__package__="a_build", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setitem(sys.modules, "a_build", build)  # type: ignore[arg-type]
+    monkeypatch.setattr(_hub, "fetch", lambda kernel, device: None)
+    monkeypatch.setattr(_hub, "module", lambda pinned: kernel)
+    reason = flash_4.fetch("cuda")
+    assert (None if reason is None else reason.code) == code
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("needed", flash_4.FLASH_4_HUB.packages, ids=lambda p: p.module)
+def test_what_the_hubs_build_needs_is_told(needed: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons(monkeypatch, {needed.module: MISSING})
+    assert flash_4.hub_unavailable("cuda") is MISSING
+    reasons(monkeypatch, {})
+    assert flash_4.hub_unavailable("cuda") is None

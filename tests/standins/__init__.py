@@ -9,5 +9,5 @@ from .standin import StandIn
 
 STANDINS: tuple[StandIn, ...] = (
     StandIn(flash.make_pair("flash", lambda: flash_attn_2), ("flash", "flash_hub")),
-    StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4",)),
+    StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
 )

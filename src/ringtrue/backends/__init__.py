@@ -12,5 +12,6 @@ REGISTRY: tuple[Backend, ...] = (
     native_math.BACKEND,
     flash.FLASH,
     flash.FLASH_HUB,
-    flash_4.BACKEND,
+    flash_4.FLASH_4,
+    flash_4.FLASH_4_HUB,
 )

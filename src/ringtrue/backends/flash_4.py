@@ -1,4 +1,4 @@
-"""FlashAttention-4 (the `flash-attn-4` package: CuTe DSL kernels for Hopper and Blackwell).
+"""FlashAttention-4 (CuTe DSL kernels for Hopper and Blackwell), by the `flash-attn-4` package or from the hub.
 
 The package's public calls are autograd functions; a pair calls the two functions below them, `_flash_attn_fwd` and
 `_flash_attn_bwd` of `flash_attn.cute.interface`. A release in which these take other arguments is refused.
@@ -8,7 +8,8 @@ As read in 4.0.0b36, and seen on an H200 where docs/verified says so: (B, S, H, 
 softcap through an approximate tanh; the gradient of lse goes into the kernel's own sums, at no further call; no bias
 and no dropout. On Hopper, head dims are multiples of 8 up to 256, and the backward of grouped heads wants D == Dv,
 hence no `value_dim`. On Blackwell they end at 128 (256 is another kernel, without softcap and gradient of lse). Ampere
-has no backward, and Blackwell's consumer GPUs none with softcap: neither is claimed.
+has no backward, and Blackwell's consumer GPUs none with softcap: neither is claimed. 4.0.0b30, which the hub has, takes
+the same arguments; its backward takes head dims up to 192 (and 256, which is not claimed).
 
 Kernels are compiled when first called (seconds), per dtype, head dim, heads per key head, kinds of ends, softcap,
 determinism, gradient of lse or not, and for calls of a single block of queries or keys.
@@ -17,7 +18,9 @@ determinism, gradient of lse or not, and for calls of a single block of queries 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,9 +29,11 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
+from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
 from ..optional import loaded, why_not
+from . import _hub
 
+FUNCTIONS = ("_flash_attn_fwd", "_flash_attn_bwd")
 PACKAGE = Package(
     "flash_attn.cute.interface",  # flash_attn.cute itself calls its version 0.0.0
     'pip install "flash-attn-4[cu13]==4.0.0b36" (without [cu13] where torch is built for CUDA 12)',
@@ -36,19 +41,18 @@ PACKAGE = Package(
     at_least="4.0.0b36",
     below="4.1",
     pre=True,
-    attributes=("_flash_attn_fwd", "_flash_attn_bwd"),
+    attributes=FUNCTIONS,
 )
+HUB = _hub.Kernel("kernels-community/flash-attn4", version=0, attributes=FUNCTIONS, part="interface")
+HUB_AT_LEAST = "4.0.0b30"
 DSL = Package(
     "cutlass.cute",
     'pip install "nvidia-cutlass-dsl[cu13]>=4.6.2" (without [cu13] where torch is built for CUDA 12)',
     distribution="nvidia-cutlass-dsl",
     at_least="4.6.2",
 )
-NEEDED = (
-    DSL,
-    Package("quack", 'pip install "quack-kernels>=0.5.3"', distribution="quack-kernels", at_least="0.5.3"),
-    Package("tvm_ffi", 'pip install "apache-tvm-ffi>=0.1.11,<0.2"', "apache-tvm-ffi", at_least="0.1.11", below="0.2"),
-)
+FFI = Package("tvm_ffi", 'pip install "apache-tvm-ffi>=0.1.11,<0.2"', "apache-tvm-ffi", at_least="0.1.11", below="0.2")
+NEEDED = (DSL, Package("quack", 'pip install "quack-kernels>=0.5.3"', "quack-kernels", at_least="0.5.3"), FFI)
 DSL_PARTS = ("", "-libs-core", "-libs-base", "-libs-cu12", "-libs-cu13")
 
 FORWARD_ARGUMENTS = (
@@ -74,6 +78,7 @@ CLAIMS = Claims(
     dlse=True,
     arithmetic="16-bit",
 )
+HUB_CLAIMS = replace(CLAIMS, max_head_dim=192)
 
 
 def make_pair(name: str, load: Callable[[], Any], claims: Claims = CLAIMS) -> OpPair:
@@ -156,8 +161,7 @@ def mixed() -> Reason | None:
 
 def unlike(module: Any) -> Reason | None:
     """`schema-moved` where the two functions lack an argument that a pair passes."""
-    pinned = (("_flash_attn_fwd", FORWARD_ARGUMENTS), ("_flash_attn_bwd", BACKWARD_ARGUMENTS))
-    for name, arguments in pinned:
+    for name, arguments in zip(FUNCTIONS, (FORWARD_ARGUMENTS, BACKWARD_ARGUMENTS), strict=True):
         there = inspect.signature(getattr(module, name)).parameters
         missing = [a for a in arguments if a not in there]
         if missing:
@@ -168,10 +172,38 @@ def unlike(module: Any) -> Reason | None:
     return None
 
 
-BACKEND = Backend(
+def hub_unavailable(device: str) -> Reason | None:
+    """Why a kernel of the hub could not be loaded, as far as can be told without it; it brings its own quack."""
+    return why_not(_hub.PACKAGE) or mixed() or why_not(DSL) or why_not(FFI)
+
+
+def fetch(device: str) -> Reason | None:
+    """Loads the kernel of the hub; a build older than the one that was read is refused."""
+    failed = _hub.fetch(HUB, device)
+    if failed is not None:
+        return failed
+    module = _hub.module(HUB)
+    seen = str(getattr(sys.modules.get(module.__package__), "__version__", ""))
+    if not seen or TorchVersion(seen) < HUB_AT_LEAST:
+        problem = f"this build of {HUB.repo} is not supported"
+        return Reason("package-version", problem, f">= {HUB_AT_LEAST}", seen or "it does not say", "use flash_4")
+    return unlike(module)
+
+
+FLASH_4 = Backend(
     "flash_4",
-    "FlashAttention-4, from the flash-attn-4 package",
+    "FlashAttention-4",
     {"cuda": make_pair("flash_4", partial(loaded, PACKAGE))},
     unavailable,
     packages=(PACKAGE, *NEEDED),
+    verified={"cuda": STAND_IN},
+)
+FLASH_4_HUB = Backend(
+    "flash_4_hub",
+    "FlashAttention-4 from the hub",
+    {"cuda": make_pair("flash_4_hub", partial(_hub.module, HUB), HUB_CLAIMS)},
+    hub_unavailable,
+    packages=(_hub.PACKAGE, DSL, FFI),
+    verified={"cuda": STAND_IN},
+    fetch=fetch,
 )
