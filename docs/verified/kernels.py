@@ -129,7 +129,11 @@ def main() -> None:
             for causal in (False, True):
                 rows += measured(length, dim, causal=causal, names=names, repetitions=asked.repetitions)
                 print(length, dim, causal, flush=True)
-    found = {"versions": environment("cuda", asked.commit) | packages(names), "repetitions": asked.repetitions, "rows": rows}
+    found = {
+        "versions": environment("cuda", asked.commit) | packages(names),
+        "repetitions": asked.repetitions,
+        "rows": rows,
+    }
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / f"{asked.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     (asked.out / f"{asked.name}.md").write_text(page(asked.name, found), "utf-8")
