@@ -12,6 +12,7 @@ from pathlib import Path
 import ringtrue as rt
 from ringtrue.cli import claims
 from ringtrue.faults import FAULTS
+from ringtrue.order import ROWS, Row
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -25,6 +26,20 @@ forms, causal offsets, grouped heads, head dims) is included. The tests hold eve
 **verified** says how the kernel itself was proven: on a named GPU (a page of `docs/verified/`), in every run of the
 tests, or not; "glue, with a stand-in" means that only our code around it was, with a module that has the kernel's
 signatures and computes with another one. `ringtrue backends` says what can run on your machine.
+"""
+AUTO_HEAD = """
+## auto
+
+`backend="auto"`, the default, takes the first name of an order that fits the call and has a backward. The orders are
+data (`src/ringtrue/order.py`), each taken from measurements: of several rows that are for a call the first holds. A
+name that is not installed is passed over, and a package that is broken costs its place alone; an optional package is
+imported for calls that its claims take, never for others. `explain()` and `ringtrue explain` say which order it was and
+where that comes from. Under context parallelism the order is that of rank 0, and all ranks take the first that fits
+everywhere. Where nothing is exchanged (`lengths="equal"`, declared lengths) and in compiled code on one device it is
+the order of long calls without a mask, so that it hangs on nothing that may differ.
+
+| device | calls | order | measured on |
+| -- | -- | -- | -- |
 """
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
 FAULTS_HEAD = """# Known faults of the kernels we call
@@ -66,7 +81,26 @@ def page(supports: Iterable[rt.Support]) -> str:
     groups: dict[str, list[rt.Support]] = {}
     for support in supports:
         groups.setdefault(support.name, []).append(support)
-    return BACKENDS_HEAD + "".join(_section(name, group) for name, group in groups.items())
+    head = BACKENDS_HEAD + AUTO_HEAD + _rows(_order(row) for row in ROWS)
+    return head + "".join(_section(name, group) for name, group in groups.items())
+
+
+def _order(row: Row) -> Sequence[str]:
+    """A row of the declared order, in words."""
+    gpu = "" if row.capability is None else f" {row.capability[0]}.{row.capability[1]}"
+    kinds = (
+        f"from {row.at_least:,} weights a head on" if row.at_least else "",
+        {None: "", True: "causal", False: "not causal"}[row.causal],
+        {None: "", True: "with a mask", False: "without a mask"}[row.masked],
+    )
+    page = row.page.removeprefix("docs/")
+    names = ", ".join(f"`{name}`" for name in row.names)
+    return (
+        DEVICES.get(row.device, row.device) + gpu,
+        ", ".join(filter(None, kinds)) or "all",
+        names,
+        f"[{row.on}]({page})",
+    )
 
 
 def _section(name: str, supports: Sequence[rt.Support]) -> str:

@@ -27,6 +27,7 @@ CORE = frozenset(
         "masks",
         "merge",
         "native",
+        "order",
     }
 )
 CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "together", "tracing"}
@@ -51,7 +52,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "optional": frozenset({"contract"}),
     "scope": frozenset({"contract", "errors"}),
     "native": frozenset({"contract"}),
-    "select": frozenset({"backends", "contract", "edge", "errors", "faults", "native"}),
+    "order": frozenset({"contract"}),
+    "select": frozenset({"backends", "contract", "edge", "errors", "faults", "native", "order"}),
     "prepared": frozenset({"checks", "contract"}),
     "together": frozenset({"autograd", "compiled", "contract", "errors", "parallel"}),
     "tracing": frozenset(
@@ -59,7 +61,7 @@ ARROWS: dict[str, frozenset[str]] = {
     ),
     "backends": frozenset({"contract", "errors", "masks", "optional"}),
     "parallel": CORE
-    - {"api", "backends", "edge", "faults", "native", "parallel", "prepared", "select", "together", "tracing"},
+    - {"api", "backends", "edge", "faults", "native", "order", "parallel", "prepared", "select", "together", "tracing"},
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),
     "subjects": frozenset({"", "audit", "integrations"}),  # of the audit its seam alone, see SEAM

@@ -229,7 +229,7 @@ def test_explain_says_what_would_run_and_why_not_the_others() -> None:
 def test_explain_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rt.api, rt.select):
         monkeypatch.setattr(module, "REGISTRY", (backend_of(unreachable()),))
-    monkeypatch.setattr(rt.select, "AUTO_ORDER", ("unreachable",))
+    monkeypatch.setattr(rt.order, "ROWS", (rt.order.Row("cpu", ("unreachable",), "", ""),))
     assert rt.explain(*qkv(grad=True)).backend == "unreachable"
 
 

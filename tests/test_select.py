@@ -13,7 +13,7 @@ import torch
 import ringtrue as rt
 from calls import EVERYTHING, HERE, backend_of, qkv, refused, unreachable
 from calls import one_thread as one_thread
-from ringtrue import api, prepared, select
+from ringtrue import api, order, prepared, select
 from ringtrue.contract import Backend, Claims, Facts, OpPair, Package, Reason, Wanted
 
 PLAIN = Facts("cpu", torch.float32, batch=2, q_len=6, k_len=5, heads=4, kv_heads=4, head_dim=8, value_dim=8)
@@ -29,7 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = tuple(backend_of(b) if isinstance(b, OpPair) else b for b in backends)
         for module in (select, api):
             monkeypatch.setattr(module, "REGISTRY", found)
-        monkeypatch.setattr(select, "AUTO_ORDER", tuple(b.name for b in found))
+        monkeypatch.setattr(order, "ROWS", (order.Row("cpu", tuple(b.name for b in found), "", ""),))
         select.survey.cache_clear()
         prepared.forget()
 
@@ -239,6 +239,7 @@ def _noted(asked: list[str], name: str, said: Reason | None, device: str) -> Rea
 def test_auto_takes_a_deterministic_pair_whatever_the_grad_mode(wanted: Wanted) -> None:
     """A reentrant checkpoint's first pass has grad mode off, and its recompute has not: both take one kernel."""
     facts = Facts("cuda", torch.bfloat16, 1, 4, 4, 2, 2, 8, 8, wanted=wanted, deterministic=True)
-    fits = select.among("auto", facts, {b.name: select.reasons_for(b, facts) for b in select.REGISTRY})
+    reasons = {b.name: select.reasons_for(b, facts) for b in select.REGISTRY}
+    fits = select.among("auto", facts, reasons, select.preference(facts).names)
     assert fits
     assert all(b.pairs["cuda"].claims.deterministic for b in fits)

@@ -171,7 +171,8 @@ def _prepare(
     facts = call.facts if context is None else context.facts(call)
     if isinstance(asked, OpPair):
         return call, select.fitting_pair(asked, facts, call.text)
-    return call, select.fitting(_meant(asked, facts, call), facts, call.text)
+    alike = context is not None and context.silent
+    return call, select.fitting(_meant(asked, facts, call), facts, call.text, alike=alike)
 
 
 def _meant(asked: str, facts: Facts, call: calls.Call) -> str:
@@ -259,14 +260,21 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend would run a call, and for each other one every reason against it."""
+    """Which backend would run a call, and for each other one every reason against it.
+
+    order       what "auto" tries for this call, best first, where that was asked for
+    order_from  where that order comes from
+    """
 
     call: str
     backend: str | None
     reasons: dict[str, tuple[Reason, ...]]
+    order: tuple[str, ...] = ()
+    order_from: str = ""
 
     def __str__(self) -> str:
         lines = [self.call, f"  runs: {self.backend or 'nothing'}"]
+        lines += [f"  auto tries: {', '.join(self.order) or 'nothing'} ({self.order_from})"] if self.order_from else []
         for name, reasons in self.reasons.items():
             lines += [f"  {name}: {reason}" for reason in reasons] or [f"  {name}: fits"]
         return "\n".join(lines)
@@ -308,5 +316,7 @@ def explain(
                 remedy="run explain where that device is, or name a backend",
             )
         )
-    fits = select.among(_meant(asked, facts, call), facts, reasons)
-    return Explanation(str(call.text), fits[0].name if fits else None, reasons)
+    found = select.preference(facts, alike=context is not None and context.silent)
+    fits = select.among(_meant(asked, facts, call), facts, reasons, found.names)
+    told = (found.names, "; ".join((found.source, *found.notes))) if asked == select.AUTO else ()
+    return Explanation(str(call.text), fits[0].name if fits else None, reasons, *told)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from . import faults, native
+from . import faults, native, order
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, Mask, OpPair, Options, Reason
 from .edge import edge, widened
@@ -17,7 +17,6 @@ from .errors import ArgumentError, UnsupportedError, message
 
 AUTO = "auto"
 NATIVE = "native"
-AUTO_ORDER = ("native_cudnn", "native_flash", "native_efficient", "native_math")  # as measured, see docs/verified
 
 
 def names() -> tuple[str, ...]:
@@ -141,12 +140,23 @@ def _exact(backend: Backend, device: str) -> OpPair | None:
     return None
 
 
-def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) -> tuple[Choice, ...]:
+def preference(facts: Facts, alike: bool = False) -> order.Order:
+    """What `auto` tries for a call, best first, and where that comes from.
+
+    `alike`: the same where lengths and masks differ; they may be symbols, or those of ranks that exchange nothing.
+    """
+    return order.declared(order.blind(facts) if alike else facts)
+
+
+def fitting(
+    name: str, facts: Facts, call: object = "", traced: bool = False, alike: bool = False
+) -> tuple[Choice, ...]:
     """Every backend that fits, best first, edge included. With a name, only that one; none fits: UnsupportedError.
 
-    `traced`: the sizes may be symbols, which no cache can hold.
+    `traced`: the sizes may be symbols, which no cache can hold. `alike`: see `preference`.
     """
-    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts)
+    names = preference(facts, alike).names if name == AUTO else (name,)
+    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts, names)
     if not choices:
         others = [b.name for b in REGISTRY if not (b.packages or reasons_for(b, facts))]
         raise refusal(name, trace, others, call)
@@ -154,26 +164,27 @@ def fitting(name: str, facts: Facts, call: object = "", traced: bool = False) ->
 
 
 @lru_cache(maxsize=4096)
-def survey(name: str, facts: Facts) -> tuple[tuple[Choice, ...], Trace]:
-    """What `fitting` finds, and every reason against each backend that the name may become; alike for alike facts."""
-    order = AUTO_ORDER if name == AUTO else (name,)
-    backends = [b for b in REGISTRY if b.name in order]
+def survey(name: str, facts: Facts, names: tuple[str, ...]) -> tuple[tuple[Choice, ...], Trace]:
+    """What `fitting` finds, and every reason against each of `names`, which it may become; alike for alike facts."""
+    backends = [b for b in REGISTRY if b.name in names]
     reasons = {b.name: _first_reasons(b, facts, named=name != AUTO) for b in backends}
-    chosen = among(name, facts, reasons)
+    chosen = among(name, facts, reasons, names)
     if not chosen:  # then every reason is told
         reasons = {b.name: reasons_for(b, facts) or reasons[b.name] for b in backends}
     trace = tuple(reasons.items())
     return tuple(Choice(b.name, name, composed(b, facts.device, facts.options), trace) for b in chosen), trace
 
 
-def among(name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]]) -> tuple[Backend, ...]:
-    """What a name, or "auto", may become where these are the reasons against each backend; best first."""
-    fits = [b for b in REGISTRY if b.name in reasons and not reasons[b.name]]
+def among(
+    name: str, facts: Facts, reasons: Mapping[str, tuple[Reason, ...]], names: Sequence[str]
+) -> tuple[Backend, ...]:
+    """What a name, or "auto" in the order of `names`, may become where these are the reasons against each backend."""
+    fits = {b.name: b for b in REGISTRY if b.name in reasons and not reasons[b.name]}
     if name != AUTO:
-        return tuple(b for b in fits if b.name == name)
+        return (fits[name],) if name in fits else ()
     # auto ignores grad mode: a reentrant checkpoint's first pass has it off
-    fits = [b for b in fits if b.name in AUTO_ORDER and _trains(b.pairs[facts.device].claims, facts)]
-    return tuple(sorted(fits, key=lambda b: AUTO_ORDER.index(b.name)))
+    ordered = [fits[n] for n in names if n in fits]
+    return tuple(b for b in ordered if _trains(b.pairs[facts.device].claims, facts))
 
 
 def meant(name: str, facts: Facts, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options) -> str:

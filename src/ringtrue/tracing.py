@@ -128,7 +128,7 @@ class _Rooms:
         if traced and asked == select.NATIVE:  # all pairs give the same shapes, and torch cannot be asked about symbols
             asked = select.AUTO
         asked = select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
-        choice = select.fitting(asked, facts, call.text, traced)[0]
+        choice = select.fitting(asked, facts, call.text, traced, alike=True)[0]  # traced or not, the same
         return _number(choice), choice.pair
 
     def pair(self, chosen: int, call: Normalised) -> OpPair:
@@ -148,7 +148,7 @@ class _Ranks:
                 scope.confirm_context(find(shared.context), call.text)
             asked, facts = plain.asked or select.DEFAULT, context.facts(call)
             asked = select.meant(asked, facts, call.q, call.k, call.v, call.mask, call.options)
-            choices = select.fitting(asked, facts, call.text)
+            choices = select.fitting(asked, facts, call.text, alike=context.silent)
         planned = context.plan(call, choices)
         return Agreed(call, planned.pair, (_number(planned.choice), *planned.plan.numbers()))
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import ringtrue as rt
 from calls import HERE, backend_of, unreachable
-from ringtrue import api, select
+from ringtrue import api, order, select
 from ringtrue.cli.app import app
 
 CPU = [b.name for b in HERE]
@@ -37,6 +37,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
     found = (backend_of(poor), backend_of(unreachable("rich")))
     for module in (select, api):
         monkeypatch.setattr(module, "REGISTRY", found)
+    monkeypatch.setattr(order, "ROWS", (order.Row("cpu", ("poor", "rich"), "docs/a-page.md", "a machine"),))
 
 
 @pytest.mark.usefixtures("two")
@@ -55,6 +56,11 @@ def test_every_reason_of_every_backend() -> None:
     code, out = explain(*flags.split())
     assert code == 0
     assert "would run: rich (asked for: auto)" in out
+    assert "auto tries: poor, rich (declared: docs/a-page.md, measured on a machine)" in out
+    assert (found["order"], found["order_from"]) == (
+        ["poor", "rich"],
+        "declared: docs/a-page.md, measured on a machine",
+    )
     assert "poor: cannot" in out
     assert all(f"[{reason['code']}]" in out for reason in found["reasons"]["poor"])
 

@@ -89,6 +89,8 @@ def show(found: rt.Explanation | str, device: str, asked: object, console: Conso
     say(console, f"{found.call} on {device}")
     answer = (found.backend, "bold green") if found.backend else ("nothing", "bold red")
     say(console, Text.assemble("would run: ", answer, f" (asked for: {asked})"))
+    if found.order_from:
+        say(console, f"auto tries: {', '.join(found.order) or 'nothing'} ({found.order_from})")
     if device == "cuda" and not torch.cuda.is_available():
         say(console, "This machine has no CUDA device: what depends on the GPU and its libraries is judged from here.")
     for name, reasons in found.reasons.items():
@@ -102,9 +104,17 @@ def show(found: rt.Explanation | str, device: str, asked: object, console: Conso
 def as_dict(found: rt.Explanation | str, device: str) -> dict[str, Any]:
     """The same as plain values; `refused` is the error of a call that no backend was asked about."""
     if isinstance(found, str):
-        return {"device": device, "backend": None, "refused": found, "reasons": {}}
+        return {"device": device, "backend": None, "refused": found, "order": [], "order_from": "", "reasons": {}}
     reasons = {name: [reason(why) for why in against] for name, against in found.reasons.items()}
-    return {"call": found.call, "device": device, "backend": found.backend, "refused": None, "reasons": reasons}
+    return {
+        "call": found.call,
+        "device": device,
+        "backend": found.backend,
+        "refused": None,
+        "order": found.order,
+        "order_from": found.order_from,
+        "reasons": reasons,
+    }
 
 
 def _tensors(query: str, key: str, value: str, dtype: str, wanted: tuple[str, ...]) -> list[Tensor]:

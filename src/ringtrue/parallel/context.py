@@ -161,6 +161,11 @@ class ContextParallel:
         """
         return agree(self.groups.header, Header(next(self._calls), what, same, own, error))
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is exchanged before a call of which nothing more is declared."""
+        return self.config.lengths == "equal"
+
     def facts(self, call: Call) -> Facts:
         """The facts as a kernel of this context meets them: exchanges need lse, a ring's backward gets a merged one."""
         return DeclaredCall(self, NOTHING).facts(call)
@@ -221,7 +226,7 @@ class DeclaredCall:
     @property
     def silent(self) -> bool:
         """Whether nothing is exchanged before the call."""
-        return self.said.q_lengths is not None or self.context.config.lengths == "equal"
+        return self.said.q_lengths is not None or self.context.silent
 
     def facts(self, call: Call) -> Facts:
         """The facts as a kernel meets them."""
