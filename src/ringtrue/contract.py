@@ -161,7 +161,7 @@ class Claims:
     causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
                        "none"; `edge` splits the others. A pair that takes windows is handed their ends as they are
     alone              kinds of mask that it does not take together with causal, a window or a dense mask; `edge` lowers
-                       them there if it takes dense_float
+                       them there if it takes dense_float (with dense_float among them, causal becomes part of a bias)
     min_capability, max_capability  the first and last compute capability of a CUDA device it runs on; None = any
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     head_dims          D and Dv are among these, else `edge` pads them up to the next; None = any multiple

@@ -28,7 +28,8 @@ def forward(
     weights after the sum."""
     scores = _scores(q, k, scale, causal, window, softcap, bias)[0]
     lse = scores.logsumexp(-1)
-    weights = _weights(scores, lse)
+    # by the row's own sum: at a huge level lse has no bits left for it
+    weights = scores.softmax(-1).masked_fill(scores == -torch.inf, 0.0)
     weights = weights if keep is None else weights * keep
     out = torch.einsum("bhqk,bkhd->bqhd", weights, _per_head(v, q))
     return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)

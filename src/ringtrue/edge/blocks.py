@@ -35,7 +35,7 @@ def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims, rows_at_once: 
         return blocks
     if mask.hides_nothing and claims.key_tile is None:
         return [(slice(0, q_len), slice(0, k_len))]
-    if (mask.kinds - claims.masks) & WRITTEN_OUT:
+    if must_be_written_out(mask, claims):
         return [(rows, part) for rows, cols in written_out(mask, q_len, k_len) for part in _tiles(cols, claims)]
     if mask.since is not None:  # the pair takes windows
         rows, cols = in_sight(mask, q_len, k_len)
@@ -51,6 +51,15 @@ def blocks_of(mask: Mask, q_len: int, k_len: int, claims: Claims, rows_at_once: 
             sees_all = offset is None or offset >= part.stop - part.start - 1
             parts += _causal_blocks(None if sees_all else offset, rows, part, claims)
     return parts
+
+
+def must_be_written_out(mask: Mask, claims: Claims) -> bool:
+    """Whether the mask's ends or segments become part of a bias: not taken, or not beside what becomes a bias."""
+    if (mask.kinds - claims.masks) & WRITTEN_OUT:
+        return True
+    if "dense_float" not in claims.alone or (mask.causal is None and mask.since is None):
+        return False
+    return bool(mask.kinds - WRITTEN_OUT - (claims.masks - claims.alone))
 
 
 def _tiles(cols: slice, claims: Claims) -> list[slice]:

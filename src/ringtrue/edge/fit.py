@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..contract import Claims, Mask, Options, accumulate_dtype
 from ..masks import dense_bias, whole_bias
-from .blocks import WRITTEN_OUT
+from .blocks import must_be_written_out
 
 
 def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v: Tensor, *outer: Tensor) -> bool:
@@ -108,7 +108,7 @@ def lower(mask: Mask, q: Tensor, k: Tensor, claims: Claims) -> Mask:
 
 def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
     """Whether the pair takes the segments, the window and the causal offset of a block; else they are written out."""
-    if (mask.kinds - claims.masks) & WRITTEN_OUT:
+    if must_be_written_out(mask, claims):
         return False
     if mask.since is not None:
         return True
