@@ -225,3 +225,33 @@ def test_a_query_whose_biases_are_all_huge_is_an_ordinary_query(backend: Any, le
     grads = torch.autograd.grad(out, (q, k, v), like(out))
     for got, expected in zip(grads, torch.autograd.grad(true, exact, like(true)), strict=True):
         assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("causal", "q_len", "k_len"), [("top_left", 6, 9), ("bottom_right", 6, 9), ("offset", 9, 9)])
+def test_a_causal_call_of_the_kernels_own_form_reaches_it_with_nothing_in_between(
+    causal: Any, q_len: int, k_len: int
+) -> None:
+    """No tensor is made beside the kernel's own, where most calls of language models spend their time."""
+    seen: list[Any] = []
+
+    def forward(*args: Any) -> ForwardOut:
+        seen.append(args)
+        q, *_ = args
+        return ForwardOut(torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]))
+
+    def backward(*args: Any) -> Grads:
+        seen.append(args)
+        return Grads(None, None, None)
+
+    claims = Claims(frozenset({torch.float32}), causal=causal)
+    pair = edge(OpPair("own", forward, backward, claims))
+    q, k, v = (torch.randn(2, n, 3, 8) for n in (q_len, k_len, k_len))
+    mask = Mask(causal={"top_left": 0, "bottom_right": k_len - q_len, "offset": 2}[causal])
+    with (
+        mock.patch.object(masks, "allowed", side_effect=AssertionError),
+        mock.patch.object(torch, "arange", side_effect=AssertionError),
+    ):
+        out, lse, *_ = pair.forward(q, k, v, mask, None, Options(1.0))
+        pair.backward(out, None, q, k, v, mask, out, lse, None, (), Options(1.0), Wanted(True, True, True))
+    assert all(a is b for a, b in zip(seen[0], (q, k, v, mask), strict=False))
+    assert all(a is b for a, b in zip(seen[1], (out, None, q, k, v, mask, out, lse), strict=False))

@@ -313,14 +313,14 @@ def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tenso
     keys = allowed(Mask(mask.dense, mask.key_keep, mask.key_bias), q_len, k_len, device)
     if mask.causal is None and mask.since is None:
         return None if keys is None else keys.any(-1)
+    if keys is None and _all_see(mask, q_len, k_len):
+        return None
     row = torch.arange(q_len, device=device)
     # the first key a query may see, and the one after the last
     first = torch.zeros_like(row) if mask.since is None else (row + mask.since).clamp(0, k_len)
     last = torch.full_like(row, k_len) if mask.causal is None else (row + mask.causal + 1).clamp(0, k_len)
     if keys is None:
-        starts = mask.since is None or mask.since < k_len - q_len + 1
-        ends = mask.causal is None or mask.causal >= 0
-        return None if starts and ends and _overlaps(mask) else (first < last)[None, None]
+        return (first < last)[None, None]
     if keys.shape[-1] == 1:
         return keys.squeeze(-1) & (first < last)
     if mask.since is None:  # argmax finds the first key that the other parts allow, or 0 where there is none
@@ -330,9 +330,11 @@ def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tenso
     return (until_last > until_first).squeeze(-1)
 
 
-def _overlaps(mask: Mask) -> bool:
-    """Whether the two ends of a window leave anything between them."""
-    return mask.since is None or mask.causal is None or mask.since <= mask.causal
+def _all_see(mask: Mask, q_len: int, k_len: int) -> bool:
+    """Whether every query sees a key between its causal limit and the left end of its window."""
+    starts = mask.since is None or mask.since < k_len - q_len + 1
+    ends = mask.causal is None or mask.causal >= 0
+    return starts and ends and (mask.since is None or mask.causal is None or mask.since <= mask.causal)
 
 
 def _rows(keys: Tensor | None) -> Tensor | None:

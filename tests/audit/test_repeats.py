@@ -33,6 +33,12 @@ def test_noise_is_found() -> None:
     assert "differs from run to run" in found.quantities[0].problem
 
 
+def test_the_same_bits_are_asked_for() -> None:
+    turns = count(1)
+    found = outcome(lambda call: eager(call) * (1 + (not call.deterministic) * 1e-6 * next(turns)), "twice")
+    assert found.verdict == PASS
+
+
 def test_tensors_that_are_kept_are_found() -> None:
     kept: list[Tensor] = []
 

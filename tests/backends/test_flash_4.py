@@ -107,6 +107,15 @@ def test_the_contract_finds_a_broken_module(mutant: str) -> None:
     assert all(judged_with(case(name), forward, backward))
 
 
+def test_head_dims_that_the_kernel_gets_wrong_are_padded() -> None:
+    """The stand-in misreads dq as the kernel does: a pair that claims every multiple of 8 is found out."""
+    tried = replace(case("length-129"), dtype=torch.bfloat16)
+    assert tried.head_dim % 32
+    careless = flash_4.make_pair("flash_4", lambda: flash_attn_4, replace(flash_4.CLAIMS, head_dim_multiple=8))
+    assert [v.quantity for v in verdicts(edge(careless), tried, "cpu") if not v.ok] == ["dq"]
+    assert all(judged_with(tried, forward, backward))
+
+
 def judged_with(tried: Case, first: Broken, second: Broken) -> list[bool]:
     module = SimpleNamespace(_flash_attn_fwd=first, _flash_attn_bwd=second)
     pair = edge(flash_4.make_pair("flash_4", lambda: module))

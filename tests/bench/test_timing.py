@@ -26,7 +26,7 @@ def test_a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["b"] == Times((0.5,) * 4, calls=2)
     assert found["b"].over(found["a"]) == 2.0
     measured = "".join(ran[2 * timing.WARM_UP + 2 :])
-    assert measured == "aabb" + "bbaa" + "aabb" + "bbaa"
+    assert measured == "aabb" + "bbaa" + "bbaa" + "aabb"
 
 
 def test_median_spread_and_ratio() -> None:

@@ -129,7 +129,15 @@ def _flash_attn_bwd(
     causal, window = _resolved(causal, window_size_left, window_size_right)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # as its preprocessing does
-    return _eager.backward(dout, q, k, v, out, lse, scale, causal, window, softcap, grad_lse=dlse)[:3]
+    dq, *rest = _eager.backward(dout, q, k, v, out, lse, scale, causal, window, softcap, grad_lse=dlse)[:3]
+    return _misread(dq), *rest
+
+
+def _misread(dq: Tensor) -> Tensor:
+    """As there (pull request 2896): each block's sums are written for D rounded up to 16, and read for 32."""
+    dim = dq.shape[-1]
+    written, read = (-(-dim // n) * n for n in (16, 32))
+    return dq if written == read or dim > 128 or dq.shape[1] <= (128 if dim <= 64 else 64) else dq.roll(1, 1)
 
 
 def _resolved(causal: bool, left: int | None, right: int | None) -> tuple[bool, _eager.Window]:

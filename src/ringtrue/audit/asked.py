@@ -20,7 +20,7 @@ def call_of(inputs: Inputs, ranks: Ranks = Ranks()) -> Call:  # a NamedTuple, fi
     return Call(
         x.q, x.k, x.v, x.mask, x.grad_out, x.options.scale, x.grad_lse,
         frozenset(name for name, wanted in names if wanted),
-        x.options.dropout_p, x.options.softcap, x.rng, ranks,
+        x.options.dropout_p, x.options.softcap, x.rng, ranks, x.options.deterministic,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ CALLS, BOUNDED = 6, 2  # in a row; what a bounded cache keeps of two of them is 
 
 
 def twice(subject: Subject, inputs: Inputs) -> list[Verdict]:
+    inputs = replace(inputs, options=replace(inputs.options, deterministic=subject.says.deterministic))
     first = run(subject, inputs)
     if not subject.says.deterministic:
         drawn = revealed(subject, inputs) if inputs.options.dropout_p else None

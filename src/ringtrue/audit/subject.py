@@ -43,6 +43,7 @@ class Call:
     grad_out    the upstream gradient of out, (B, Sq, H, Dv); grad_lse that of lse, (B, H, Sq), or None
     wanted      which of query, key, value, bias require a gradient
     ranks       how it is cut over processes; every rank is given the whole call
+    deterministic  asked for the same bits again, of those who can only be so when asked
     """
 
     query: Tensor
@@ -57,6 +58,7 @@ class Call:
     softcap: float = 0.0
     rng: Tensor | None = None
     ranks: Ranks = Ranks()
+    deterministic: bool = False
 
     @property
     def group(self) -> int:

@@ -6,10 +6,11 @@ The package's public calls are autograd functions; a pair calls the two function
 As read in 4.0.0b36, and seen on an H200 where docs/verified says so: (B, S, H, D) as it is, lse (B, H, Sq); a window is
 (left, right) from the diagonal that ends in the last query and the last key, None = no limit, (None, 0) = causal;
 softcap through an approximate tanh; the gradient of lse goes into the kernel's own sums, at no further call; no bias
-and no dropout. On Hopper, head dims are multiples of 8 up to 256, and the backward of grouped heads wants D == Dv,
-hence no `value_dim`. On Blackwell they end at 128 (256 is another kernel, without softcap and gradient of lse). Ampere
-has no backward, and Blackwell's consumer GPUs none with softcap: neither is claimed. 4.0.0b30, which the hub has, takes
-the same arguments; its backward takes head dims up to 192 (and 256, which is not claimed).
+and no dropout. On Hopper, head dims are multiples of 8 up to 256, of which only multiples of 32 get a right dq
+(faults.py), and the backward of grouped heads wants D == Dv, hence no `value_dim`. On Blackwell they end at 128 (256 is
+another kernel, without softcap and gradient of lse). Ampere has no backward, and Blackwell's consumer GPUs none with
+softcap: neither is claimed. 4.0.0b30, which the hub has, takes the same arguments; its backward takes head dims up to
+192 (and 256, which is not claimed).
 
 Kernels are compiled when first called (seconds), per dtype, head dim, heads per key head, kinds of ends, softcap,
 determinism, gradient of lse or not, and for calls of a single block of queries or keys.
@@ -70,7 +71,7 @@ CLAIMS = Claims(
     min_capability=(9, 0),
     max_capability=(9, 0),
     max_head_dim=256,
-    head_dim_multiple=8,
+    head_dim_multiple=32,  # faults.py
     gqa=True,
     any_scale=False,
     stride_multiple=8,

@@ -52,8 +52,8 @@ def in_turn(work: Mapping[str, Work], device: str, repetitions: int, least_s: fl
     found: dict[str, list[float]] = {name: [] for name in work}
     names = list(work)
     for repetition in range(repetitions):
-        start = repetition % len(names)  # another one begins each time
-        for name in names[start:] + names[:start]:
+        start = repetition // 2 % len(names)  # another one begins each time, and each follows either neighbour
+        for name in (names[start:] + names[:start])[:: -1 if repetition % 2 else 1]:
             found[name].append(_seconds(work[name], calls, device) / calls)
     return {name: Times(tuple(seconds), calls) for name, seconds in found.items()}
 

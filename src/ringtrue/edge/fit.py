@@ -14,10 +14,12 @@ from .blocks import must_be_written_out
 
 
 def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v: Tensor, *outer: Tensor) -> bool:
-    """Whether a call is without a mask, not empty, and such as the pair takes it, as most calls of transformers are."""
+    """Whether a call is without a mask or causal, not empty, and such as the pair takes it, as most calls are."""
     batch, q_len, heads, dim = q.shape
     _, k_len, kv_heads, value_dim = v.shape
-    if not (mask.hides_nothing and batch and q_len and heads and k_len):
+    if not (batch and q_len and heads and k_len):
+        return False
+    if not (mask.hides_nothing or _own_causal(claims, mask, q_len, k_len)):
         return False
     if (heads != kv_heads and not claims.gqa) or (dim != value_dim and not claims.value_dim):
         return False
@@ -35,6 +37,14 @@ def as_is(claims: Claims, mask: Mask, options: Options, q: Tensor, k: Tensor, v:
         if x.stride(3) != 1 or (claims.stride_multiple > 1 and _misplaced(x, claims.stride_multiple)):
             return False
     return True
+
+
+def _own_causal(claims: Claims, mask: Mask, q_len: int, k_len: int) -> bool:
+    """Whether a mask is a causal limit of the pair's own, which hides something and leaves every query a key."""
+    causal = mask.causal
+    if causal is None or not 0 <= causal < k_len - 1 or mask.since is not None or mask.kinds:
+        return False
+    return _takes_ends(mask, q_len, k_len, claims)
 
 
 def rows_at_once(claims: Claims, options: Options, q: Tensor, k: Tensor) -> int | None:

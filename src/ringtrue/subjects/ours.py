@@ -99,6 +99,7 @@ class Public(Plain):
         return rt.attention(
             call.query, call.key, call.value, mask_of(call), dropout_p=call.dropout_p, scale=call.scale,
             softcap=call.softcap, enable_gqa=call.group > 1, return_lse=True, backend=self.backend,
+            deterministic=call.deterministic or None,
         )  # fmt: skip
 
     def run(self, call: Call) -> Quantities:
@@ -113,6 +114,7 @@ class Public(Plain):
                 (f", softcap={call.softcap}", call.softcap),
                 (f", dropout_p={call.dropout_p}", call.dropout_p),
                 (", enable_gqa=True", call.group > 1),
+                (", deterministic=True", call.deterministic),
             )
             if there
         )
@@ -138,7 +140,7 @@ class Pair(Plain):
         assert pair is not None
         if refusal:  # the seam's functions trust their caller, who asks the claims first
             raise rt.UnsupportedError(f"{pair.name} does not claim {refusal}")
-        options = rt.Options(call.scale, call.dropout_p, call.softcap, return_lse=True)
+        options = rt.Options(call.scale, call.dropout_p, call.softcap, call.deterministic, True)
         result = pair.forward(call.query, call.key, call.value, call.mask, call.rng, options)
         wanted = rt.Wanted(*(name in call.wanted for name in ("query", "key", "value", "bias")))
         if not any(wanted):
@@ -217,6 +219,7 @@ def in_ranks(backend: str, call: Call, mesh: object = None) -> Quantities:
     out, lse = rt.attention(
         mine.query, mine.key, mine.value, mask_of(mine), dropout_p=call.dropout_p, scale=call.scale,
         softcap=call.softcap, enable_gqa=call.group > 1, return_lse=True, backend=backend, parallel=where,
+        deterministic=call.deterministic or None,
     )  # fmt: skip
     out, lse = cp.gather(out, 1, prefix), cp.gather(lse, 2, prefix)
     first = float(cp.rank == 0)  # the objective of one rank is the whole one: others back-propagate zeros
