@@ -12,6 +12,7 @@ from .audit.command import audit
 from .backends import backends
 from .bench import bench
 from .demo.command import demo
+from .doctor import doctor
 from .explain import explain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -19,6 +20,7 @@ app.command()(demo)
 app.command()(audit)
 app.command()(backends)
 app.command()(explain)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,34 @@
+"""Versions that were seen to work together, and the page that says so: data for `ringtrue doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """Versions that were in use when what is on `page` (of the repository) was run; names as doctor shows them.
+
+    A version without "+" stands for every build of it.
+    """
+
+    page: str
+    what: str
+    versions: Mapping[str, str]
+
+    def differences(self, here: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """What is there and is of another version: name -> (here, there)."""
+        return {
+            name: (here[name], version)
+            for name, version in self.versions.items()
+            if name in here and version not in (here[name], here[name].split("+")[0])
+        }
+
+
+H200 = {"torch": "2.11.0+cu130", "CUDA": "13.0", "cuDNN": "91900", "GPU 0": "NVIDIA H200"}
+KNOWN: tuple[Known, ...] = (
+    Known("docs/verified/2026-11-30-1xH200-issue4.md", "all tests on a GPU", H200),
+    Known("docs/verified/2026-11-30-1xH200-rounds.md", "beside diffusers", {**H200, "diffusers": "0.42.1"}),
+    Known("constraints.txt", "every run of the tests, on a CPU", {"torch": "2.13.0", "diffusers": "0.42.1"}),
+)
