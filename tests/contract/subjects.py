@@ -34,7 +34,8 @@ class Subject(NamedTuple):
     standin: bool = False  # glue around a module of our own: tests/standins
 
     def __str__(self) -> str:
-        return f"{self.pair.name}-{'standin' if self.standin else self.device}"
+        where = {"cpu": "standin", "cuda": "standin-cuda"} if self.standin else {}
+        return f"{self.pair.name}-{where.get(self.device, self.device)}"
 
 
 class Reference(NamedTuple):
@@ -55,7 +56,7 @@ SUBJECTS = tuple(
     if _here(device) and backend.unavailable(device) is None
 )
 KERNELS = SUBJECTS  # what is planted outside of a pair, or what a kernel may keep, needs no stand-in to be found
-SUBJECTS += tuple(Subject(edge(standin.pair), "cpu", standin=True) for standin in STANDINS)
+SUBJECTS += tuple(Subject(edge(s.pair), s.device, standin=True) for s in STANDINS if _here(s.device))
 
 
 def parameters(subject: Subject) -> object:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ringtrue.backends import flash, flash_4, xformers
+from ringtrue.contract import OpPair
 
 from . import flash_attn_2, flash_attn_4, xformers_fmha
 from .standin import StandIn
 
+
+def _without_softcap(pair: OpPair) -> OpPair:
+    """For torch's copy of the kernel, which has none."""
+    return replace(pair, claims=replace(pair.claims, softcap=False))
+
+
+_FLASH = flash.make_pair("flash", lambda: flash_attn_2)
+
 STANDINS: tuple[StandIn, ...] = (
-    StandIn(flash.make_pair("flash", lambda: flash_attn_2), ("flash", "flash_hub")),
+    StandIn(_FLASH, ("flash", "flash_hub")),
+    StandIn(_without_softcap(_FLASH), ("flash", "flash_hub"), "cuda"),
     StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
 )

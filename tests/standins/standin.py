@@ -13,7 +13,9 @@ class StandIn:
 
     pair    what `make_pair` of the backend's file gives around it, without an edge
     covers  the backends whose glue it is
+    device  where it computes: on "cuda" with a kernel of torch's that is the same as the package's
     """
 
     pair: OpPair
     covers: tuple[str, ...]
+    device: str = "cpu"
