@@ -242,7 +242,7 @@ def _missing(backend: Backend, device: str) -> Reason | None:
 
 
 def op_pair(name: str, device: str | None = None) -> OpPair:
-    """The two pure functions of a backend, edge included, for "cpu" or "cuda" (default: the first it has).
+    """The two pure functions of a backend, edge included, for "cpu", "cuda", ... (default: the first it has).
 
     ArgumentError for an unknown name or device.
     """
@@ -256,6 +256,12 @@ def op_pair(name: str, device: str | None = None) -> OpPair:
                 )
             return select.composed(backend, device)
     raise ArgumentError(message("unknown op pair", limit=", ".join(b.name for b in REGISTRY), value=repr(name)))
+
+
+def _kind(device: str | torch.device) -> str:
+    """The type of a device; torch knows the name of one that a package brings only once that is imported."""
+    kind = str(device).partition(":")[0]
+    return kind if any(kind in b.pairs for b in REGISTRY) else torch.device(device).type
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ def explain(
     sharded = context is not None
     call = calls.normalise(query, key, value, attn_mask=attn_mask, **arguments, sharded=sharded)  # type: ignore[arg-type]
     facts = call.facts if context is None else context.facts(call)
-    facts = facts if device is None else replace(facts, device=torch.device(device).type)
+    facts = facts if device is None else replace(facts, device=_kind(device))
     reasons = {b.name: select.reasons_for(b, facts) for b in REGISTRY}
     if isinstance(asked, OpPair):
         against = select.reasons_against(asked.claims, facts)
