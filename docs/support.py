@@ -21,11 +21,12 @@ END = "<!-- end of support -->\n"
 BACKENDS_PAGE = ROOT / "docs" / "backends.md"
 BACKENDS_HEAD = """# What every backend claims
 
-Written by docs/support.py from the claims in `src/ringtrue/backends/`; what kernels lack and the library adds (mask
-forms, causal offsets, grouped heads, head dims) is included. The tests hold every claim on every device they run on.
-**verified** says how the kernel itself was proven: on a named GPU (a page of `docs/verified/`), in every run of the
-tests, or not; "glue, with a stand-in" means that only our code around it was, with a module that has the kernel's
-signatures and computes with another one. `ringtrue backends` says what can run on your machine.
+Written by docs/support.py from the claims in `src/ringtrue/backends/` and the notes in `docs/backends/`; what kernels
+lack and the library adds (mask forms, causal offsets, grouped heads, head dims) is included. The tests hold every claim
+on every device they run on. **verified** says how the kernel itself was proven: on a named GPU (a page of
+`docs/verified/`), in every run of the tests, or not; "glue, with a stand-in" means that only our code around it was,
+with a module that has the kernel's signatures and computes with another one. `ringtrue backends` says what can run on
+your machine.
 """
 AUTO_HEAD = """
 ## auto
@@ -41,6 +42,7 @@ the order of long calls without a mask, so that it hangs on nothing that may dif
 | device | calls | order | measured on |
 | -- | -- | -- | -- |
 """
+NOTES = ROOT / "docs" / "backends"  # <backend>.md: what stands before that backend's section, by hand
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
 FAULTS_HEAD = """# Known faults of the kernels we call
 
@@ -114,8 +116,10 @@ def _section(name: str, supports: Sequence[rt.Support]) -> str:
             for i, question in enumerate(map(_marked, claims.rows()))
         ),
     ]
+    notes = NOTES / f"{name}.md"
+    before = "\n" + notes.read_text("utf-8").strip() + "\n" if notes.is_file() else ""
     needs = "".join(f"\nNeeds `{package.module}`: {package.install}.\n" for package in supports[0].packages)
-    return f"\n## {name}\n\n{supports[0].summary}\n{needs}\n{_rows(rows)}"
+    return f"{before}\n## {name}\n\n{supports[0].summary}\n{needs}\n{_rows(rows)}"
 
 
 def written(text: str, supports: Iterable[rt.Support]) -> str:

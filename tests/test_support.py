@@ -45,6 +45,15 @@ def test_the_page_has_the_claims_of_today() -> None:
     assert support.BACKENDS_PAGE.read_text("utf-8") == support.page(rt.backends())
 
 
+def test_every_note_is_on_the_page() -> None:
+    """A note stands before the section of the backend that its file is named after."""
+    notes = list(support.NOTES.glob("*.md"))
+    assert notes
+    for note in notes:
+        before, _ = support.page(rt.backends()).split(f"\n## {note.stem}\n")
+        assert before.endswith("\n" + note.read_text("utf-8").strip() + "\n"), note.name
+
+
 def both(supports: Sequence[rt.Support]) -> str:
     """README's table and docs/backends.md."""
     return str(support.table(supports)) + str(support.page(supports))

@@ -17,10 +17,13 @@ def _without_softcap(pair: OpPair) -> OpPair:
 
 
 _FLASH = flash.make_pair("flash", lambda: flash_attn_2)
+_VARLEN = flash.make_varlen_pair("flash_varlen", lambda: flash_attn_2)
 
 STANDINS: tuple[StandIn, ...] = (
     StandIn(_FLASH, ("flash", "flash_hub")),
     StandIn(_without_softcap(_FLASH), ("flash", "flash_hub"), "cuda"),
+    StandIn(_VARLEN, ("flash_varlen", "flash_varlen_hub")),
+    StandIn(_without_softcap(_VARLEN), ("flash_varlen", "flash_varlen_hub"), "cuda"),
     StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),

@@ -12,6 +12,8 @@ REGISTRY: tuple[Backend, ...] = (
     native_math.BACKEND,
     flash.FLASH,
     flash.FLASH_HUB,
+    flash.FLASH_VARLEN,
+    flash.FLASH_VARLEN_HUB,
     flash_4.FLASH_4,
     flash_4.FLASH_4_HUB,
     xformers.BACKEND,

@@ -1,4 +1,4 @@
-"""flash-attn 2, by its package or by its kernel from the hub: the two functions under its public `flash_attn_func`.
+"""flash-attn 2, by its package or by its kernel from the hub: the functions under its public calls, varlen ones too.
 
 Read in flash-attn 2.8.3 (flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp) and in version 3 of
 kernels-community/flash-attn2, whose functions have the same arguments. Layout (B, S, H, D); lse (B, H, Sq) float32;
@@ -10,19 +10,35 @@ generator, and backward reads (seed, offset) from the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Wanted
+from ..contract import (
+    STAND_IN,
+    Backend,
+    Claims,
+    ForwardOut,
+    Grads,
+    Mask,
+    OpPair,
+    Options,
+    Package,
+    Wanted,
+    shapes_only,
+)
 from ..optional import loaded, why_not
 from . import _hub
 from ._ends import ends_of
+from ._packed import kept_shapes, packing
 from ._philox import drawing, replayed
 
-FUNCTIONS = ("_flash_attn_forward", "_flash_attn_backward")
+FUNCTIONS = (
+    "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
+)  # fmt: skip
 PACKAGE = Package(
     "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation", distribution="flash-attn",
     at_least="2.8", below="3", attributes=FUNCTIONS,
@@ -43,11 +59,19 @@ CLAIMS = Claims(
     softcap=True,
     arithmetic="16-bit",
 )
+VARLEN_KINDS = frozenset({"key_keep", "segments"})
+VARLEN_CLAIMS = replace(CLAIMS, masks=CLAIMS.masks | VARLEN_KINDS, alone=VARLEN_KINDS)
 
 
 def make_pair(name: str, load: Callable[[], Any]) -> OpPair:
     """The pair around a module with flash-attn 2's functions, which `load` gives when a call needs it."""
     return OpPair(name, partial(_forward, load), partial(_backward, load), CLAIMS)
+
+
+def make_varlen_pair(name: str, load: Callable[[], Any]) -> OpPair:
+    """The pair around a module with flash-attn 2's varlen functions."""
+    forward, backward = partial(_varlen_forward, load), partial(_varlen_backward, load)
+    return OpPair(name, forward, backward, VARLEN_CLAIMS, shapes=_varlen_shapes)
 
 
 def _forward(
@@ -87,6 +111,54 @@ def _backward(
     return Grads(*(grad if w else None for grad, w in zip(grads, wanted[:3], strict=True)))
 
 
+def _varlen_forward(
+    load: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
+) -> ForwardOut:
+    """One call of the kernel on all sequences of all samples."""
+    kernel, p, batch = load()._flash_attn_varlen_forward, options.dropout_p, q.shape[0]
+    packed, kept = packing(mask, q, k)
+    causal, left, right = ends_of(mask, q.shape[1], k.shape[1])
+    given = (packed.queries(q), packed.keys(k), packed.keys(v), *packed.kernel_arguments)
+    with drawing(rng, p, q.device):
+        out, lse, *_ = kernel(
+            *given, p, options.scale, causal, window_size_left=left, window_size_right=right, softcap=options.softcap
+        )
+    return ForwardOut(packed.queries_back(out, batch), packed.sums_back(lse, batch), rng, kept)
+
+
+def _varlen_backward(
+    load: Callable[[], Any],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: Tensor | None,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    """One call of the kernel, with the packing that forward found."""
+    p, batch = options.dropout_p, q.shape[0]
+    packed, _ = packing(mask, q, k, saved)
+    inputs = (packed.queries(q), packed.keys(k), packed.keys(v))
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    state = replayed(rng, p, q.device, 2) if p else None
+    load()._flash_attn_varlen_backward(
+        packed.queries(grad_out), *inputs, packed.queries(out), packed.sums(lse), *grads, *packed.kernel_arguments, p,
+        options.scale, *ends_of(mask, q.shape[1], k.shape[1]), options.softcap, None, options.deterministic, state,
+    )  # fmt: skip
+    back = (packed.queries_back, packed.keys_back, packed.keys_back)
+    return Grads(*(to(grad, batch) if w else None for to, grad, w in zip(back, grads, wanted[:3], strict=True)))
+
+
+def _varlen_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+    return shapes_only(q, k, v, mask, rng, options)._replace(saved=kept_shapes(mask, q, k))
+
+
 FLASH = Backend(
     "flash",
     "flash-attn 2",
@@ -99,6 +171,23 @@ FLASH_HUB = Backend(
     "flash_hub",
     "flash-attn 2 from the hub",
     {"cuda": make_pair("flash_hub", partial(_hub.module, HUB))},
+    lambda device: why_not(_hub.PACKAGE),
+    packages=(_hub.PACKAGE,),
+    verified={"cuda": STAND_IN},
+    fetch=partial(_hub.fetch, HUB),
+)
+FLASH_VARLEN = Backend(
+    "flash_varlen",
+    "flash-attn 2, packed",
+    {"cuda": make_varlen_pair("flash_varlen", partial(loaded, PACKAGE))},
+    lambda device: why_not(PACKAGE),
+    packages=(PACKAGE,),
+    verified={"cuda": STAND_IN},
+)
+FLASH_VARLEN_HUB = Backend(
+    "flash_varlen_hub",
+    "flash-attn 2 from the hub, packed",
+    {"cuda": make_varlen_pair("flash_varlen_hub", partial(_hub.module, HUB))},
     lambda device: why_not(_hub.PACKAGE),
     packages=(_hub.PACKAGE,),
     verified={"cuda": STAND_IN},
