@@ -151,6 +151,9 @@ class Grads(NamedTuple):
     dbias: Tensor | None = None
 
 
+Arithmetic = Literal["float32", "16-bit", "8-bit", "8-bit values"]
+
+
 @dataclass(frozen=True)
 class Claims:
     """What a pair says it can do on one kind of device: data, judged against the facts of a call by `select.py`.
@@ -167,6 +170,7 @@ class Claims:
     head_dims          D and Dv are among these, else `edge` pads them up to the next; None = any multiple
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
+    key_block          without causal takes only multiples of this many keys (it counts those that fill its last block)
     dropout_tile       with dropout, how many weights (B H Sq Sk) one call takes; `edge` cuts the queries of larger ones
     any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
@@ -176,8 +180,9 @@ class Claims:
     dbias, dlse        gives the gradient of the float mask / takes a gradient of lse
     deterministic_by_switch  backward is deterministic where torch.use_deterministic_algorithms(True) is on
     double_backward    backward is itself differentiable by autograd
-    arithmetic         "float32" (weights stay in float32 or wider), "16-bit" (weights are rounded to q's dtype) or
-                       "8-bit" (query and key are quantised)
+    lse                gives it; what `edge` would cut into parts of the keys is refused without it
+    arithmetic         "float32" (weights stay in float32 or wider), "16-bit" (weights are rounded to q's dtype),
+                       "8-bit" (query and key are quantised to int8) or "8-bit values" (weights and value too, to fp8)
     options            names of `backend_options` that it knows
     """
 
@@ -194,6 +199,7 @@ class Claims:
     gqa: bool = False
     value_dim: bool = False
     key_tile: int | None = None
+    key_block: int | None = None
     any_scale: bool = True
     any_strides: bool = False
     stride_multiple: int = 1
@@ -208,7 +214,7 @@ class Claims:
     double_backward: bool = False
     deterministic: bool = True
     deterministic_by_switch: bool = False
-    arithmetic: Literal["float32", "16-bit", "8-bit"] = "float32"
+    arithmetic: Arithmetic = "float32"
     options: frozenset[str] = frozenset()
 
 
@@ -268,6 +274,7 @@ class Backend:
                  where only the glue was, around a module with the same signatures; not there = not at all. CPU pairs
                  are proven by every run of the tests.
     fetch        downloads what it needs: asked when a call names this very backend and nothing else is against it
+    narrowed     asked for a device type: what the release that is here claims, where that is less than `pairs` does
     """
 
     name: str
@@ -277,6 +284,7 @@ class Backend:
     packages: tuple[Package, ...] = ()
     verified: Mapping[str, str] = field(default_factory=dict)
     fetch: Callable[[str], Reason | None] | None = None
+    narrowed: Callable[[str], Claims | None] = lambda device: None
 
 
 @dataclass(frozen=True)
@@ -304,6 +312,7 @@ class Facts:
     capability: tuple[int, int] | None = None  # of the CUDA device, where there is one
     needs_lse: bool = False
     from_lse: bool = False
+    sharded: bool = False  # a context splits the call: lengths are this rank's share
     options: tuple[tuple[str, object], ...] = ()  # backend_options, sorted by name
 
     @property

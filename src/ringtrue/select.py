@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from . import faults, native, order
+from . import exact, faults, native, order
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, Mask, OpPair, Options, Reason
 from .edge import edge, widened
@@ -17,6 +18,7 @@ from .errors import ArgumentError, UnsupportedError, message
 
 AUTO = "auto"
 NATIVE = "native"
+OPTION_REMEDY = f', or backend_options={{"{exact.OPTION}": ...}} for an exact one'
 
 
 def names() -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
         (
             training and not claims.backward,
-            "no-backward", "has no backward", "no input requires grad", _wanted(facts), "use torch.no_grad()",
+            "no-backward", "has no backward", "no input requires grad", _wanted(facts),
+            "use torch.no_grad()" + OPTION_REMEDY * (exact.OPTION in claims.options),
         ),
         (
             facts.wanted.bias and not claims.dbias,
@@ -81,6 +84,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             "mask.detach(), or a backend that gives it",
         ),
         (facts.needs_lse and not claims.lse, "no-lse", "returns no lse", "return_lse=False, no ring", "lse needed", ""),
+        *_of_keys(claims, facts),
         (
             facts.from_lse and training and not claims.backward_from_lse,
             "no-backward-from-lse", "its backward needs its own forward's lse", "no ring", "ring", "use Ulysses",
@@ -97,6 +101,22 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     )
 
 
+def _of_keys(claims: Claims, facts: Facts) -> tuple[tuple[bool, str, str, object, object, str], ...]:
+    """Rows of the table above, of how many keys a kernel takes at a time."""
+    return (
+        (
+            _joins(facts) and not claims.lse and claims.causal != "none",
+            "no-lse", "returns no lse, by which to join the parts of keys that this alignment takes",
+            "causal from the first key", f"Causal with offset {facts.causal}", "",
+        ),
+        (
+            claims.key_block is not None and _ragged(claims.key_block, facts),
+            "key-block", "counts the keys that are missing in its last block", f"a multiple of {claims.key_block} keys",
+            "a ring" if facts.from_lse else facts.k_len, "pad and mask with another backend",
+        ),
+    )  # fmt: skip
+
+
 def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
     """Every reason why a backend cannot take a call here: its device, its availability, then its claims."""
     pair = backend.pairs.get(facts.device)
@@ -105,15 +125,39 @@ def reasons_for(backend: Backend, facts: Facts) -> tuple[Reason, ...]:
             Reason("device", "has no kernel for this device", _list(backend.pairs), facts.device, "move the tensors"),
         )
     missing = backend.unavailable(facts.device)
-    return (*(() if missing is None else (missing,)), *reasons_against(pair.claims, facts))
+    if missing is not None:
+        return missing, *_against(pair.claims, facts)
+    return _against(backend.narrowed(facts.device) or pair.claims, facts)
+
+
+def _against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
+    """As `reasons_against`, with the option that has another backend give the backward."""
+    name = exact.named(claims, facts.options)
+    if name is None:
+        return reasons_against(claims, facts)
+    other = _giving(name, facts.device)
+    if other is None:
+        names = [b.name for b in REGISTRY if _giving(b.name, facts.device) is not None]
+        return *reasons_against(claims, facts), exact.unknown(name, names)
+    both = exact.claimed(widened(claims), widened(other.pairs[facts.device].claims))
+    found = reasons_for(other, exact.facts_of(facts)) if facts.training else ()
+    return *reasons_against(both, facts), *(exact.against(other.name, reason) for reason in found)
+
+
+def _giving(name: object, device: str) -> Backend | None:
+    """The backend of that name, where it can give the backward of a quantised one on that device."""
+    plain = str(name).removeprefix("_")
+    found = next((b for b in REGISTRY if b.name == plain and device in b.pairs), None)
+    return found if found is not None and exact.exact(found.pairs[device].claims) else None
 
 
 def _first_reasons(backend: Backend, facts: Facts, named: bool) -> tuple[Reason, ...]:
     """As `reasons_for`, but nothing is imported for a call that the claims refuse, nor downloaded unless `named`."""
     pair = backend.pairs.get(facts.device)
-    found = () if pair is None else reasons_against(pair.claims, facts)
-    if found:
-        return found
+    if pair is not None and exact.named(pair.claims, facts.options) is None:
+        found = reasons_against(pair.claims, facts)
+        if found:
+            return found
     found = reasons_for(backend, facts)
     failed = backend.fetch(facts.device) if named and backend.fetch is not None and not found else None
     return found if failed is None else (failed,)
@@ -123,10 +167,16 @@ Trace = tuple[tuple[str, tuple[Reason, ...]], ...]
 
 
 def composed(backend: Backend, device: str, options: tuple[tuple[str, object], ...] = ()) -> OpPair:
-    """The backend's pair for a device with what its known faults need and the edge around it."""
-    pair = backend.pairs[device]
-    exact = _exact(backend, device) if faults.has(backend.name, device, "guard") else None
-    return edge(faults.mended(pair, device, exact))
+    """The backend's pair for a device with what its known faults need and the edge around it.
+
+    With the option "backward" of `options`, that backend's backward in place of its own."""
+    pair, narrowed = backend.pairs[device], backend.narrowed(device)
+    pair = pair if narrowed is None else replace(pair, claims=narrowed)
+    judge = _exact(backend, device) if faults.has(backend.name, device, "guard") else None
+    made = edge(faults.mended(pair, device, judge))
+    name = exact.named(pair.claims, options)
+    other = None if name is None else _giving(name, device)
+    return made if other is None else exact.with_backward(made, composed(other, device))
 
 
 def _exact(backend: Backend, device: str) -> OpPair | None:
@@ -224,6 +274,18 @@ def _trains(claims: Claims, facts: Facts) -> bool:
 
 def _deterministic(claims: Claims, facts: Facts) -> bool:
     return claims.deterministic or (claims.deterministic_by_switch and facts.deterministic_switch)
+
+
+def _joins(facts: Facts) -> bool:
+    """Whether the edge may cut a causal call into parts of the keys: keys that all queries see, and the rest."""
+    return facts.causal is not None and facts.causal > 0 and (facts.sharded or facts.causal < facts.k_len - 1)
+
+
+def _ragged(block: int, facts: Facts) -> bool:
+    """Whether a kernel that takes whole blocks of keys would meet others; those of a context are known to no rank."""
+    whole = facts.sharded or not facts.k_len % block
+    square = facts.causal is not None and facts.causal <= 0 and facts.q_len + facts.causal <= facts.k_len
+    return facts.from_lse or not (whole or square)
 
 
 def _rounds(facts: Facts) -> bool:

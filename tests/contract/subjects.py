@@ -18,7 +18,7 @@ from ringtrue.audit.laws import chunk_law, whole
 from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.audit.yardstick import yardstick
 from ringtrue.backends import REGISTRY
-from ringtrue.contract import Facts, OpPair
+from ringtrue.contract import Arithmetic, Facts, OpPair, Wanted
 from ringtrue.edge import edge
 from ringtrue.select import composed, reasons_against
 from standins import STANDINS
@@ -64,6 +64,7 @@ def parameters(subject: Subject) -> object:
 
 
 EVERY_SUBJECT = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS])
+EVERY_THAT_TRAINS = pytest.mark.parametrize("subject", [parameters(s) for s in SUBJECTS if s.pair.claims.backward])
 
 
 @cache
@@ -89,12 +90,14 @@ def takes(pair: OpPair, case: Case, in_parts: bool) -> bool:
 
 def inputs_for(pair: OpPair, case: Case, device: str = "cpu") -> Inputs:
     """The case's tensors; the gradient of a float mask is wanted from the pairs that give one."""
-    return build(case, device, dbias=pair.claims.dbias)
+    made = build(case, device, dbias=pair.claims.dbias)
+    wanted = made.wanted if pair.claims.backward else Wanted(False, False, False)
+    return replace(made, wanted=wanted, arithmetic=pair.claims.arithmetic)
 
 
 @cache
-def reference(case: Case, device: str) -> Reference:
-    inputs = build(case, device)
+def reference(case: Case, device: str, arithmetic: Arithmetic) -> Reference:
+    inputs = replace(build(case, device), arithmetic=arithmetic)
     return Reference(truth_of(inputs), yardstick(inputs))
 
 
@@ -121,4 +124,4 @@ def verdicts(
         result = through_autograd(pair, inputs) if compiled else whole(pair, inputs)
     if case.dropout:
         return judged(result, inputs)
-    return judge(result, *reference(case, device), inputs)
+    return judge(result, *reference(case, device, pair.claims.arithmetic), inputs)

@@ -11,6 +11,7 @@ import torch
 from contract.subjects import (
     DTYPES,
     EVERY_SUBJECT,
+    EVERY_THAT_TRAINS,
     SUBJECTS,
     Bridge,
     Subject,
@@ -73,7 +74,7 @@ def test_the_claims_leave_cases_to_judge(subject: Subject) -> None:
     assert len(cases_for(subject, (min(dtypes, key=str),))) > 20
 
 
-@EVERY_SUBJECT
+@EVERY_THAT_TRAINS
 @pytest.mark.parametrize("wanted", [Wanted(*w) for w in product((False, True), repeat=3) if any(w)], ids=str)
 def test_only_what_is_wanted_comes_back(subject: Subject, wanted: Wanted) -> None:
     pair, x = subject.pair, inputs_for(subject.pair, smallest(subject), subject.device)
@@ -84,7 +85,7 @@ def test_only_what_is_wanted_comes_back(subject: Subject, wanted: Wanted) -> Non
     assert [g is not None for g in grads] == list(wanted)
 
 
-@EVERY_SUBJECT
+@EVERY_THAT_TRAINS
 @pytest.mark.parametrize("storage", ["plain", "heads_outermost", "inner_strided"])
 def test_arguments_are_left_as_they_are(subject: Subject, storage: str) -> None:
     pair = subject.pair

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringtrue.backends import flash, flash_4, native_npu, xformers
+from ringtrue.backends import flash, flash_4, native_npu, sage, xformers
 from ringtrue.contract import OpPair
 
-from . import flash_attn_2, flash_attn_4, torch_npu, xformers_fmha
+from . import flash_attn_2, flash_attn_4, sageattention_2, torch_npu, xformers_fmha
 from .standin import StandIn
 
 
@@ -26,5 +26,6 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(_without_softcap(_VARLEN), ("flash_varlen", "flash_varlen_hub"), "cuda"),
     StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
+    StandIn(sage.make_pair("sage", lambda: sageattention_2), ("sage",)),
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),
 )

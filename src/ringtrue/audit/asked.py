@@ -34,7 +34,7 @@ def within(says: Says, inputs: Inputs) -> Inputs:
         wanted = Wanted(False, False, False)
     options = replace(inputs.options, return_lse=says.lse)
     grad_lse = inputs.grad_lse if says.lse_grad else None
-    return replace(inputs, wanted=wanted, options=options, grad_lse=grad_lse)
+    return replace(inputs, wanted=wanted, options=options, grad_lse=grad_lse, arithmetic=says.arithmetic)
 
 
 def revealed(subject: Subject, inputs: Inputs, ranks: Ranks = Ranks()) -> Tensor:

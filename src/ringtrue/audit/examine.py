@@ -236,7 +236,7 @@ _references: dict[tuple[object, ...], tuple[Truth, Quantities | None]] = {}
 
 def _reference(check: Check, inputs: Inputs) -> tuple[Truth, Quantities | None]:
     """Truth and yardstick of a case: the same for all subjects that are asked the same of it."""
-    key = (check.case, str(inputs.q.device), inputs.wanted, inputs.grad_lse is None)
+    key = (check.case, str(inputs.q.device), inputs.wanted, inputs.grad_lse is None, inputs.arithmetic)
     if key not in _references:
         if len(_references) > 2000:
             _references.clear()

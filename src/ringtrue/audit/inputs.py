@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..contract import Mask, Options, Wanted, accumulate_dtype
+from ..contract import Arithmetic, Mask, Options, Wanted, accumulate_dtype
 from .patterns import Shape, mask_from
 
 
@@ -64,6 +64,7 @@ class Inputs:
     """The tensors of one call, in the layouts of contract.py.
 
     rng: the random state of dropout; dropout: the mask (B, H, Sq, Sk) that the pair draws for it (drawn.py), or None.
+    arithmetic: what the subject claims of its own; that of 8 bits has a yardstick that quantises too (quantised.py).
     """
 
     q: Tensor
@@ -76,6 +77,12 @@ class Inputs:
     wanted: Wanted = Wanted(True, True, True)
     dropout: Tensor | None = None
     rng: Tensor | None = None
+    arithmetic: Arithmetic = "float32"
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the subject quantises, and there is anything to quantise."""
+        return self.arithmetic.startswith("8-bit") and bool(self.q.numel() and self.k.numel())
 
 
 def build(case: Case, device: torch.device | str = "cpu", *, dbias: bool = True) -> Inputs:

@@ -25,6 +25,8 @@ def whole(pair: OpPair, inputs: Inputs, stored: Callable[[Tensor], Tensor] = lam
     """One forward and one backward call of a pair; `stored` gives out other strides on its way to backward."""
     x = inputs
     result = pair.forward(x.q, x.k, x.v, x.mask, x.rng, x.options)
+    if not any(x.wanted):
+        return Quantities(result.out, result.lse)
     held = (x.q, x.k, x.v) if pair.reads_inputs else (None, None, None)
     ends = (stored(result.out), result.lse) if pair.reads_inputs else (None, None)
     grads = pair.backward(
@@ -41,6 +43,8 @@ def chunk_law(pair: OpPair, inputs: Inputs, cuts: Sequence[int]) -> Quantities:
     pieces = [pair.forward(x.q, x.k[:, c], x.v[:, c], x.mask.at(rows, c), None, x.options) for c in parts]
     out, lse = merged([p.out for p in pieces], [p.lse for p in pieces])
     out = out.to(x.q.dtype)
+    if not any(x.wanted):
+        return Quantities(out, lse)
     grads = [
         pair.backward(
             x.grad_out, x.grad_lse, x.q, x.k[:, c], x.v[:, c], x.mask.at(rows, c), out, lse,

@@ -10,6 +10,9 @@ With E_P the rms error of the weights and E_dS that of the score gradients, squa
     N_dbias^2 = E_dS^2 summed over broadcast dims + (u_bias |dbias|)^2
     N_lse^2  = rowsum((P u32 A)^2) + (u32 |lse|)^2      for float32 and float64 inputs only
 
+Where the subject quantises (quantised.py), N_out has E_P^2 = P^2 (u^2 + (u32 A)^2 + E_int8^2), with 2 u8^2 more where
+weights and value are 8-bit floats too, and N_lse^2 = rowsum((P E_int8)^2); gradients are an exact pair's, as above.
+
 Dropout's mask M multiplies E_P in N_out and N_dv, dP is M (g v^T). Softcap c, with t = tanh(X / c) and slope 1 - t^2:
 
     u32 A becomes u32 sqrt((slope A)^2 + (c t)^2): tanh contracts the error of X, and rounds what it gives
@@ -21,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import quantised
 from .inputs import Inputs
 from .rule import RULE
 from .truth import Quantities, Truth, by_head, sum_groups, sum_to_bias
@@ -55,11 +59,21 @@ def noise(truth: Truth, inputs: Inputs) -> Quantities:
         dbias=_dbias(truth, grad_error2, inputs),
     )
     found = Quantities(*(None if x is None else x.sqrt() for x in squares))
+    if inputs.quantised:
+        return found._replace(**_quantised(weights, drawn_error2, v2, inputs))
     if dtype not in (torch.float32, torch.float64):
         return found
     of_scores = (weights * score_error).norm(dim=-1)
     rows = torch.hypot(of_scores, u32 * lse.abs())  # no square of 1e308
     return found._replace(lse=rows.masked_fill(lse == -torch.inf, 0.0))  # those are compared as they are
+
+
+def _quantised(weights: Tensor, weight_error2: Tensor, v2: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    """N of out and lse of a subject that quantises."""
+    error2 = weights**2 * quantised.score_noise(inputs)
+    floats = 2 * quantised.FLOAT8_UNIT**2 if inputs.arithmetic == "8-bit values" else 0.0
+    of_out = (weight_error2 + error2 + floats * weights**2) @ v2
+    return {"out": of_out.sqrt().transpose(1, 2), "lse": error2.sum(-1).sqrt()}
 
 
 def _scores(truth: Truth, cap: float) -> Tensor:

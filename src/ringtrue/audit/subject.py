@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..contract import Mask, OpPair
+from ..contract import Arithmetic, Mask, OpPair
 from .truth import Quantities
 
 __all__ = ["Call", "Plain", "Quantities", "Ranks", "Says", "Subject", "through_autograd", "with_leaves"]
@@ -123,6 +123,7 @@ class Says:
     gqa        Hk < H;  cross: Sq != Sk;  value_dim: Dv != D;  scale: one that is not 1 / sqrt(D)
     head_dims  largest D, and what D must be a multiple of
     empty      B, Sq or Sk of 0;  blind: rows that see nothing give out 0, lse -inf and gradients 0
+    arithmetic what it computes with, as contract.Claims has it: one that quantises is judged beside one that does too
     ranks      "ulysses", "ring", "both"; "uneven" lengths and heads; "balanced", "prefix", "replicated"
     """
 
@@ -145,6 +146,7 @@ class Says:
     empty: bool = False
     blind: bool = False
     deterministic: bool = True
+    arithmetic: Arithmetic = "float32"
     ranks: frozenset[str] = frozenset()
 
     def against(self, call: Call) -> str:

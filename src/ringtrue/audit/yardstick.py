@@ -6,17 +6,23 @@ import torch
 from torch import Tensor
 
 from ..contract import accumulate_dtype
+from . import quantised
 from .inputs import Inputs
 from .truth import Quantities, bias_of, visible
 
 
 def yardstick(inputs: Inputs) -> Quantities | None:
-    """Eager attention in the inputs' dtype; float32 eager where that is not finite; None for float64 inputs."""
+    """Eager attention in the inputs' dtype; float32 eager where that is not finite; None for float64 inputs.
+
+    Where the subject quantises query and key, out and lse are those of eager attention that does too."""
     if inputs.q.dtype == torch.float64:
         return None
     for dtype in dict.fromkeys((inputs.q.dtype, torch.float32)):
         result = eager(inputs, dtype)
         if _finite(result, inputs):
+            if inputs.quantised:
+                out, lse = quantised.eager(inputs)
+                result = result._replace(out=out, lse=lse)
             return result
     return None
 

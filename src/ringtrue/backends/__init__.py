@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..contract import Backend
-from . import flash, flash_4, native_cudnn, native_efficient, native_flash, native_math, native_npu, xformers
+from . import flash, flash_4, native_cudnn, native_efficient, native_flash, native_math, native_npu, sage, xformers
 
 REGISTRY: tuple[Backend, ...] = (
     native_cudnn.BACKEND,
@@ -17,5 +17,6 @@ REGISTRY: tuple[Backend, ...] = (
     flash_4.FLASH_4,
     flash_4.FLASH_4_HUB,
     xformers.BACKEND,
+    sage.SAGE,
     native_npu.BACKEND,
 )

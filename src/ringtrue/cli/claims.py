@@ -29,7 +29,12 @@ BIAS = {
     "input": "one whose numbers the inputs' dtype holds",
     "accumulate": "float32, or wider",
 }
-ARITHMETIC = {"float32": "float32 or wider", "16-bit": "the inputs' dtype", "8-bit": "8 bits: quantised"}
+ARITHMETIC = {
+    "float32": "float32 or wider",
+    "16-bit": "the inputs' dtype",
+    "8-bit": "float16; query and key quantised to int8",
+    "8-bit values": "8-bit floats, as the values; query and key quantised to int8",
+}
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 IN_ANOTHER_ROW = ("head_dims", "max_capability")
 ON = re.compile(r"\d+x([A-Z]+\d+\w*)")  # the machine in the name of a page of docs/verified: 2xH200
@@ -87,14 +92,14 @@ def brief(claims: rt.Claims) -> Brief:
         (claims.deterministic, "deterministic"),
         (claims.deterministic_by_switch and not claims.deterministic, "deterministic by torch's switch"),
         (claims.double_backward, "double backward"),
-        (claims.arithmetic == "8-bit", "quantised"),
+        (claims.arithmetic.startswith("8-bit"), "quantised"),
         (bool(claims.options), "options: " + _joined(claims.options, {})),
     )
     return Brief(
         dtypes=", ".join(SHORT.get(_word(d), _word(d)) for d in _by_size(claims.dtypes)),
         head_dims=_head_dims(claims),
         masks=_masks(claims),
-        trains=_said(claims.backward),
+        trains=_trains(claims),
         ring=_said(_rings(claims)),
         also=", ".join(words for there, words in also if there) or "-",
     )
@@ -130,10 +135,11 @@ def _rows() -> list[tuple[str, Read]]:
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", _head_dims),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
+        "key_block": ("number of keys", lambda c: f"multiples of {c.key_block}, or causal" if c.key_block else "any"),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
         "softcap": ("softcap", lambda c: _said(c.softcap)),
         "lse": ("log-sum-exp returned", lambda c: _said(c.lse)),
-        "backward": ("gradients of q, k, v", lambda c: _said(c.backward)),
+        "backward": ("gradients of q, k, v", _trains),
         "dbias": ("gradient of a float mask", lambda c: _said(c.dbias)),
         "dlse": ("gradient of the log-sum-exp", lambda c: _said(c.dlse)),
         "backward_from_lse": ("context parallelism", lambda c: "Ulysses, Ring" if _rings(c) else "Ulysses"),
@@ -180,6 +186,11 @@ def _deterministic(claims: rt.Claims) -> str:
 def _made_alike(field: str) -> bool:
     """Whether the edge makes every pair the same in this (strides, signs, multiples), or another row has it."""
     return field.startswith("any_") or field.endswith(("_multiple", "_tile", "_by_switch")) or field in IN_ANOTHER_ROW
+
+
+def _trains(claims: rt.Claims) -> str:
+    """Whether it has a backward, of its own or by the option that has another backend give it."""
+    return "as an option" if "backward" in claims.options and not claims.backward else _said(claims.backward)
 
 
 def _rings(claims: rt.Claims) -> bool:

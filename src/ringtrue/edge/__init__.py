@@ -49,7 +49,7 @@ def widened(claims: Claims) -> Claims:
         claims, masks=masks, alone=alone, bias_dtype=bias_dtype, causal=causal, max_head_dim=most,
         head_dims=None, head_dim_multiple=1, gqa=True, value_dim=True,
         key_tile=None, dropout_tile=None, any_scale=True, any_strides=True, stride_multiple=1,
-        dlse=claims.dlse or claims.backward_from_lse,
+        dlse=claims.backward and (claims.dlse or claims.backward_from_lse),
     )  # fmt: skip
 
 

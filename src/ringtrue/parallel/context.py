@@ -232,7 +232,8 @@ class DeclaredCall:
         """The facts as a kernel meets them."""
         context = self.context
         ring = context.config.ring_degree > 1 and not self.said.kv_replicated
-        return replace(call.facts, needs_lse=call.facts.needs_lse or context.size > 1, from_lse=ring)
+        needs_lse = call.facts.needs_lse or ring
+        return replace(call.facts, needs_lse=needs_lse, from_lse=ring, sharded=context.size > 1)
 
     @contextlib.contextmanager
     def refusing_together(self) -> Iterator[None]:

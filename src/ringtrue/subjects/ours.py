@@ -26,10 +26,11 @@ def found(device: str) -> Iterator[Subject]:
     for support in rt.backends():
         if support.device == device:
             missing = "" if support.unavailable is None else str(support.unavailable)
-            says = says_of(support.claims)
+            pair = rt.op_pair(support.name, device)  # its claims are those of the release that is here
+            says = says_of(pair.claims)
             about = f"ringtrue {rt.__version__}, torch {torch.__version__}"
-            yield Public(f"ours/{support.name}", says, about, missing, support.name, support.claims)
-            yield Pair(f"ours/{support.name}/pair", says, about, missing, rt.op_pair(support.name, device))
+            yield Public(f"ours/{support.name}", says, about, missing, support.name, pair.claims)
+            yield Pair(f"ours/{support.name}/pair", says, about, missing, pair)
 
 
 def says_of(claims: rt.Claims) -> Says:
@@ -45,20 +46,21 @@ def says_of(claims: rt.Claims) -> Says:
         head_dims=(claims.max_head_dim or 1 << 30, 1),
         dropout=claims.dropout,
         softcap=claims.softcap,
-        lse=True,
+        lse=claims.lse,
         lse_grad=claims.backward,
         backward=claims.backward,
         mask_grad=claims.dbias,
         empty=True,
         blind=True,
         deterministic=claims.deterministic,
+        arithmetic=claims.arithmetic,
         ranks=RANKS if claims.backward_from_lse else frozenset(),
     )
 
 
 def _beyond(claims: rt.Claims, call: Call) -> str:
     """What the claims refuse that `Says` has no word for."""
-    return "; ".join(filter(None, (_rounds(claims, call), _beside(claims, call))))
+    return "; ".join(filter(None, (_rounds(claims, call), _beside(claims, call), _in_blocks(claims, call))))
 
 
 def _rounds(claims: rt.Claims, call: Call) -> str:
@@ -79,6 +81,17 @@ def _beside(claims: rt.Claims, call: Call) -> str:
     )
 
 
+def _in_blocks(claims: rt.Claims, call: Call) -> str:
+    """Numbers of keys that do not fill the kernel's blocks, and parts of keys that only an lse could join."""
+    q_len, k_len, causal = call.query.shape[1], call.key.shape[1], call.mask.causal
+    if causal is not None and 0 < causal < k_len - 1 and not claims.lse:
+        return "causal over parts of the keys without an lse"
+    square = causal is not None and causal <= 0 and q_len + causal <= k_len
+    if claims.key_block is None or not k_len % claims.key_block or square:
+        return ""
+    return f"{k_len} keys"
+
+
 class Public(Plain):
     """rt.attention with a backend by name."""
 
@@ -93,14 +106,16 @@ class Public(Plain):
     def against(self, call: Call) -> str:
         return "; ".join(filter(None, (self.says.against(call), _beyond(self.claims, call))))
 
-    def attend_call(self, call: Call) -> tuple[Tensor, Tensor]:
+    def attend_call(self, call: Call) -> tuple[Tensor, Tensor | None]:
         if call.rng is not None:
             torch.manual_seed(int(call.rng[0]))
-        return rt.attention(
+        result = rt.attention(
             call.query, call.key, call.value, mask_of(call), dropout_p=call.dropout_p, scale=call.scale,
-            softcap=call.softcap, enable_gqa=call.group > 1, return_lse=True, backend=self.backend,
+            softcap=call.softcap, enable_gqa=call.group > 1, return_lse=self.claims.lse, backend=self.backend,
             deterministic=call.deterministic or None,
         )  # fmt: skip
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return out, lse
 
     def run(self, call: Call) -> Quantities:
         return through_autograd(self.attend, call) if call.ranks.size == 1 else in_ranks(self.backend, call)
