@@ -29,6 +29,7 @@ import json, sys
 root, kinds, tops = json.loads(sys.argv[1])
 sys.path.insert(0, "")
 import torch, ringtrue as rt
+torch.version.hip = "7.0"  # else aiter's reason is that this torch is not built for AMD GPUs
 from ringtrue import optional
 from ringtrue.backends import REGISTRY
 from ringtrue.cli.app import app

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringtrue.backends import flash, flash_4, native_npu, sage, xformers
+from ringtrue.backends import (
+    amd_aiter,
+    flash,
+    flash_4,
+    native_npu,
+    sage,
+    xformers,
+)
 from ringtrue.contract import OpPair
 
-from . import flash_attn_2, flash_attn_4, sageattention_2, torch_npu, xformers_fmha
+from . import (
+    aiter_mha,
+    flash_attn_2,
+    flash_attn_4,
+    sageattention_2,
+    torch_npu,
+    xformers_fmha,
+)
 from .standin import StandIn
 
 
@@ -28,4 +42,5 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
     StandIn(sage.make_pair("sage", lambda: sageattention_2), ("sage",)),
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),
+    StandIn(amd_aiter.make_pair("aiter", lambda: aiter_mha), ("aiter",)),
 )

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ..contract import Backend
-from . import flash, flash_4, native_cudnn, native_efficient, native_flash, native_math, native_npu, sage, xformers
+from . import (
+    amd_aiter,
+    flash,
+    flash_4,
+    native_cudnn,
+    native_efficient,
+    native_flash,
+    native_math,
+    native_npu,
+    sage,
+    xformers,
+)
 
 REGISTRY: tuple[Backend, ...] = (
     native_cudnn.BACKEND,
@@ -19,4 +30,5 @@ REGISTRY: tuple[Backend, ...] = (
     xformers.BACKEND,
     sage.SAGE,
     native_npu.BACKEND,
+    amd_aiter.BACKEND,
 )
