@@ -39,6 +39,16 @@ where that comes from. Under context parallelism the order is that of rank 0, an
 everywhere. Where nothing is exchanged (`lengths="equal"`, declared lengths) and in compiled code on one device it is
 the order of long calls without a mask, so that it hangs on nothing that may differ.
 
+`ringtrue tune` measures every backend that fits on your machine, forward with backward, over a few shapes (`--seq`,
+`--heads`, `--head-dim`, `--dtype`, `--causal`), judges each by the audit's rule before it is timed, and remembers the
+order in a small file: `ringtrue/tuned.json` in the user's cache folder (`XDG_CACHE_HOME`), or where `RINGTRUE_TUNED`
+says; `RINGTRUE_TUNED=off` switches it off. Eager calls without a tensor mask, padding or segments whose lengths and
+head dim are within a factor of 4 of a measured shape, of the same dtype and causal alike, take its order, with what
+else is declared behind it; what was wrong here is left out, what raised comes last, and kernels that may be downloaded
+are not measured. The file is keyed by the device and the versions of ringtrue, torch, cuDNN and every package that a
+backend needs: with others it is not used. A file that cannot be read is not used either, with one warning. `explain`
+tells all of this. Ranks may have different files: that of rank 0 counts, and none where nothing is exchanged.
+
 | device | calls | order | measured on |
 | -- | -- | -- | -- |
 """

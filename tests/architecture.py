@@ -31,11 +31,11 @@ CORE = frozenset(
         "order",
     }
 )
-CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "together", "tracing"}
+CORE |= {"merge_triton", "parallel", "prepared", "scope", "select", "together", "tracing", "tuned"}
 
 # What the files of a unit (a module, or a package with all its files) may import of ringtrue; "" is the public face.
 ARROWS: dict[str, frozenset[str]] = {
-    "": CORE | {"integrations", "optional"},
+    "": CORE | {"integrations", "optional", "version"},
     "api": CORE - {"api"},
     "autograd": frozenset({"contract", "errors"}),
     "call": frozenset({"checks", "contract", "masks"}),
@@ -55,8 +55,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "scope": frozenset({"contract", "errors"}),
     "native": frozenset({"contract"}),
     "order": frozenset({"contract"}),
-    "select": frozenset({"backends", "contract", "edge", "errors", "exact", "faults", "native", "order"}),
+    "select": frozenset({"backends", "contract", "edge", "errors", "exact", "faults", "native", "order", "tuned"}),
     "prepared": frozenset({"checks", "contract"}),
+    "tuned": frozenset({"backends", "contract", "order", "version"}),
+    "version": frozenset(),
     "together": frozenset({"autograd", "compiled", "contract", "errors", "parallel"}),
     "tracing": frozenset(
         {"backends", "call", "checks", "compiled", "contract", "masks", "parallel", "scope", "select", "together"}
@@ -76,6 +78,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "select",
         "together",
         "tracing",
+        "tuned",
     },
     "audit": frozenset({"contract", "masks"}),
     "integrations": frozenset({""}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors, integrations, optional
+from . import errors, integrations, optional, tuned
 from .api import Explanation, Support, attention, attention_backend, backends, current_backend, explain, op_pair
 from .contract import Claims, Facts, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
 from .errors import (
@@ -20,8 +20,7 @@ from .masks import Causal, Dense, KeyBias, KeyPadding, Segments, Window
 from .parallel.config import ContextParallelConfig
 from .parallel.context import ContextParallel, context_parallel
 from .scope import checkpoint
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "ArgumentError",
@@ -63,4 +62,5 @@ __all__ = [
     "integrations",
     "op_pair",
     "optional",
+    "tuned",
 ]

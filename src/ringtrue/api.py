@@ -208,6 +208,7 @@ class Support:
     verified  how its kernel was proven there: "every test run", the path of a page in this repository with what was
               run and on which machine, "stand-in" where only our code around it was, "" where nothing was
     packages  the optional packages it needs
+    fetches   a call that names it may download its kernel
     """
 
     name: str
@@ -217,15 +218,17 @@ class Support:
     unavailable: Reason | None
     verified: str = ""
     packages: tuple[Package, ...] = ()
+    fetches: bool = False
 
 
 def backends() -> tuple[Support, ...]:
     """Every backend on every device it has a kernel for, best first; `claims` with the edge included."""
-    return tuple(
-        Support(b.name, device, b.summary, widened(pair.claims), _missing(b, device), _verified(b, device), b.packages)
-        for b in REGISTRY
-        for device, pair in b.pairs.items()
-    )
+    return tuple(_support(b, device, pair.claims) for b in REGISTRY for device, pair in b.pairs.items())
+
+
+def _support(b: Backend, device: str, claims: Claims) -> Support:
+    missing, verified, fetches = _missing(b, device), _verified(b, device), b.fetch is not None
+    return Support(b.name, device, b.summary, widened(claims), missing, verified, b.packages, fetches)
 
 
 def _verified(backend: Backend, device: str) -> str:
@@ -286,6 +289,9 @@ class Explanation:
         return "\n".join(lines)
 
 
+_OF_RANK_0 = ("this is this rank's; under this context that of rank 0 counts",)
+
+
 def explain(
     query: Tensor,
     key: Tensor,
@@ -324,5 +330,6 @@ def explain(
         )
     found = select.preference(facts, alike=context is not None and context.silent)
     fits = select.among(_meant(asked, facts, call), facts, reasons, found.names)
-    told = (found.names, "; ".join((found.source, *found.notes))) if asked == select.AUTO else ()
+    notes = (found.source, *found.notes, *_OF_RANK_0[: context is not None and not context.silent])
+    told = (found.names, "; ".join(notes)) if asked == select.AUTO else ()
     return Explanation(str(call.text), fits[0].name if fits else None, reasons, *told)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import exact, faults, native, order
+from . import exact, faults, native, order, tuned
 from .backends import REGISTRY
 from .contract import Backend, Choice, Claims, Facts, Mask, OpPair, Options, Reason
 from .edge import edge, widened
@@ -193,9 +193,10 @@ def _exact(backend: Backend, device: str) -> OpPair | None:
 def preference(facts: Facts, alike: bool = False) -> order.Order:
     """What `auto` tries for a call, best first, and where that comes from.
 
-    `alike`: the same where lengths and masks differ; they may be symbols, or those of ranks that exchange nothing.
+    `alike`: the same where lengths and masks differ; they may be symbols, or those of ranks that exchange nothing. No
+    file is read then: torch may be tracing, and other ranks may have another one.
     """
-    return order.declared(order.blind(facts) if alike else facts)
+    return order.declared(order.blind(facts)) if alike else tuned.order(facts, order.declared(facts))
 
 
 def fitting(

@@ -14,6 +14,7 @@ from .bench import bench
 from .demo.command import demo
 from .doctor import doctor
 from .explain import explain
+from .tune import tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo)
@@ -21,6 +22,7 @@ app.command()(audit)
 app.command()(backends)
 app.command()(explain)
 app.command()(doctor)
+app.command()(tune)
 app.add_typer(bench, name="bench")
 
 

@@ -97,5 +97,6 @@ def as_dict(support: rt.Support) -> dict[str, Any]:
         "unavailable": reason(support.unavailable),
         "verified": support.verified,
         "packages": [asdict(package) for package in support.packages],
+        "fetches": support.fetches,
         "claims": claims.plain(support.claims),
     }
