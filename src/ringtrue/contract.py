@@ -168,10 +168,12 @@ class Claims:
     min_capability, max_capability  the first and last compute capability of a CUDA device it runs on; None = any
     head_dim_multiple  D and Dv are multiples of this, else `edge` pads them with zeros
     head_dims          D and Dv are among these, else `edge` pads them up to the next; None = any multiple
+    max_dropout_head_dim, max_deterministic_head_dim  as `max_head_dim`, with dropout / where deterministic is asked for
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
     key_block          without causal takes only multiples of this many keys (it counts those that fill its last block)
     dropout_tile       with dropout, how many weights (B H Sq Sk) one call takes; `edge` cuts the queries of larger ones
+    softcap_dropout    takes softcap and dropout in one call
     any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
     any_strides        takes a last dim whose stride is not 1; else `edge` makes it contiguous
     stride_multiple    all other strides and the start, of a float mask too, are multiples of this many elements, else
@@ -196,6 +198,8 @@ class Claims:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     head_dims: frozenset[int] | None = None
+    max_dropout_head_dim: int | None = None
+    max_deterministic_head_dim: int | None = None
     gqa: bool = False
     value_dim: bool = False
     key_tile: int | None = None
@@ -206,6 +210,7 @@ class Claims:
     dropout: bool = False
     dropout_tile: int | None = None
     softcap: bool = False
+    softcap_dropout: bool = True
     lse: bool = True
     backward: bool = True
     backward_from_lse: bool = True

@@ -82,6 +82,12 @@ FAULTS: tuple[Fault, ...] = (
         "avoid", "edge/blocks.py (Claims.dropout_tile)", "https://github.com/pytorch/pytorch/pull/188015",
     ),
     Fault(
+        "flash", "cuda", "the source of flash-attn 2.8.3",
+        "dropout with head dims above 192 on a GPU with less than 144 KB of shared memory a block: backward launches "
+        "nothing, and the gradients are what the memory held",
+        "refuse", "select.py (Claims.max_dropout_head_dim)", "https://github.com/Dao-AILab/flash-attention/issues/138",
+    ),
+    Fault(
         "flash_4", "cuda", "flash-attn-4 4.0.0b36 on an H200",
         "head dims up to 128 that are no multiple of 32 when rounded up to one of 16 (16, 40, 72 ...): with more than "
         "one block of queries dq is wrong by its own size: its sums are laid out for one width and read for another",

@@ -63,16 +63,15 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             f"{_list(claims.alone)} alone", _list(facts.mask_kinds | {"causal"}), "choose another backend",
         ),
         (
-            claims.max_head_dim is not None and max(facts.head_dim, facts.value_dim) > claims.max_head_dim,
-            "head-dim", "head dim is too large", claims.max_head_dim, max(facts.head_dim, facts.value_dim), "",
+            _too_wide(facts, claims.max_head_dim),
+            "head-dim", "head dim is too large", claims.max_head_dim, _widest(facts), "",
         ),
         (
             facts.capability is not None and not _first(claims) <= facts.capability <= _last(claims),
             "compute-capability", "does not run on this GPU", f"{_first(claims)} to {_last(claims)}", facts.capability,
             "",
         ),
-        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout", "dropout_p = 0", "> 0", "dropout_p=0"),
-        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
+        *_of_dropout_and_softcap(claims, facts),
         (
             training and not claims.backward,
             "no-backward", "has no backward", "no input requires grad", _wanted(facts),
@@ -91,7 +90,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
         ),
         (
             facts.deterministic and training and not _deterministic(claims, facts),
-            "not-deterministic", "its backward is not deterministic", "deterministic=False", "deterministic=True",
+            "not-deterministic", "its backward is not deterministic", _until(claims), "deterministic=True",
             "torch.use_deterministic_algorithms(True)" if claims.deterministic_by_switch else "",
         ),
         (bool(unknown), "unknown-option", "has no such option", _list(claims.options) or "none", _list(unknown), ""),
@@ -101,7 +100,27 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
     )
 
 
-def _of_keys(claims: Claims, facts: Facts) -> tuple[tuple[bool, str, str, object, object, str], ...]:
+Row = tuple[bool, str, str, object, object, str]
+
+
+def _of_dropout_and_softcap(claims: Claims, facts: Facts) -> tuple[Row, ...]:
+    """Rows of the table above, of what is done to scores and weights."""
+    return (
+        (facts.dropout and not claims.dropout, "no-dropout", "has no dropout", "dropout_p = 0", "> 0", "dropout_p=0"),
+        (
+            facts.dropout and claims.dropout and _too_wide(facts, claims.max_dropout_head_dim),
+            "head-dim-dropout", "head dim is too large for dropout", claims.max_dropout_head_dim, _widest(facts),
+            "dropout_p=0",
+        ),
+        (
+            facts.softcap and facts.dropout and claims.softcap and not claims.softcap_dropout,
+            "softcap-dropout", "does not take softcap together with dropout", "one of them", "both", "dropout_p=0",
+        ),
+        (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
+    )  # fmt: skip
+
+
+def _of_keys(claims: Claims, facts: Facts) -> tuple[Row, ...]:
     """Rows of the table above, of how many keys a kernel takes at a time."""
     return (
         (
@@ -274,6 +293,8 @@ def _trains(claims: Claims, facts: Facts) -> bool:
 
 
 def _deterministic(claims: Claims, facts: Facts) -> bool:
+    if _too_wide(facts, claims.max_deterministic_head_dim):
+        return False
     return claims.deterministic or (claims.deterministic_by_switch and facts.deterministic_switch)
 
 
@@ -287,6 +308,20 @@ def _ragged(block: int, facts: Facts) -> bool:
     whole = facts.sharded or not facts.k_len % block
     square = facts.causal is not None and facts.causal <= 0 and facts.q_len + facts.causal <= facts.k_len
     return facts.from_lse or not (whole or square)
+
+
+def _until(claims: Claims) -> str:
+    """What a backward that is not deterministic is fine with."""
+    most = claims.max_deterministic_head_dim
+    return "deterministic=False" + ("" if most is None else f", or head dims up to {most}")
+
+
+def _too_wide(facts: Facts, most: int | None) -> bool:
+    return most is not None and _widest(facts) > most
+
+
+def _widest(facts: Facts) -> int:
+    return max(facts.head_dim, facts.value_dim)
 
 
 def _rounds(facts: Facts) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ringtrue.backends import (
     amd_aiter,
     flash,
+    flash_3,
     flash_4,
     native_npu,
     sage,
@@ -17,6 +18,7 @@ from ringtrue.contract import OpPair
 from . import (
     aiter_mha,
     flash_attn_2,
+    flash_attn_3,
     flash_attn_4,
     sageattention_2,
     torch_npu,
@@ -38,6 +40,8 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(_without_softcap(_FLASH), ("flash", "flash_hub"), "cuda"),
     StandIn(_VARLEN, ("flash_varlen", "flash_varlen_hub")),
     StandIn(_without_softcap(_VARLEN), ("flash_varlen", "flash_varlen_hub"), "cuda"),
+    StandIn(flash_3.make_pair("flash_3", lambda: flash_attn_3), ("flash_3", "flash_3_hub")),
+    StandIn(flash_3.make_varlen_pair("flash_varlen_3", lambda: flash_attn_3), ("flash_varlen_3", "flash_3_varlen_hub")),
     StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
     StandIn(sage.make_pair("sage", lambda: sageattention_2), ("sage",)),

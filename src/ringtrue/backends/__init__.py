@@ -6,6 +6,7 @@ from ..contract import Backend
 from . import (
     amd_aiter,
     flash,
+    flash_3,
     flash_4,
     native_cudnn,
     native_efficient,
@@ -25,6 +26,10 @@ REGISTRY: tuple[Backend, ...] = (
     flash.FLASH_HUB,
     flash.FLASH_VARLEN,
     flash.FLASH_VARLEN_HUB,
+    flash_3.FLASH_3,
+    flash_3.FLASH_VARLEN_3,
+    flash_3.FLASH_3_HUB,
+    flash_3.FLASH_3_VARLEN_HUB,
     flash_4.FLASH_4,
     flash_4.FLASH_4_HUB,
     xformers.BACKEND,

@@ -134,10 +134,13 @@ def _rows() -> list[tuple[str, Read]]:
         "min_capability": ("compute capability", capability),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", _head_dims),
+        "max_dropout_head_dim": ("head dims with dropout", lambda c: _up_to(c.max_dropout_head_dim)),
+        "max_deterministic_head_dim": ("head dims, deterministic", lambda c: _up_to(c.max_deterministic_head_dim)),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
         "key_block": ("number of keys", lambda c: f"multiples of {c.key_block}, or causal" if c.key_block else "any"),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
         "softcap": ("softcap", lambda c: _said(c.softcap)),
+        "softcap_dropout": ("softcap beside dropout", lambda c: _said(c.softcap_dropout)),
         "lse": ("log-sum-exp returned", lambda c: _said(c.lse)),
         "backward": ("gradients of q, k, v", _trains),
         "dbias": ("gradient of a float mask", lambda c: _said(c.dbias)),
@@ -175,7 +178,11 @@ def capability(claims: rt.Claims) -> str:
 def _head_dims(claims: rt.Claims) -> str:
     if claims.head_dims is not None:
         return ", ".join(map(str, sorted(claims.head_dims)))
-    return "any" if claims.max_head_dim is None else f"up to {claims.max_head_dim}"
+    return _up_to(claims.max_head_dim)
+
+
+def _up_to(most: int | None) -> str:
+    return "any" if most is None else f"up to {most}"
 
 
 def _deterministic(claims: rt.Claims) -> str:
