@@ -171,7 +171,6 @@ class Claims:
     max_dropout_head_dim, max_deterministic_head_dim  as `max_head_dim`, with dropout / where deterministic is asked for
     gqa, value_dim     takes Hk < H / Dv != D; else `edge` expands heads / pads the narrower one
     key_tile           cannot take an odd multiple of this many keys; `edge` splits them
-    key_block          without causal takes only multiples of this many keys (it counts those that fill its last block)
     dropout_tile       with dropout, how many weights (B H Sq Sk) one call takes; `edge` cuts the queries of larger ones
     softcap_dropout    takes softcap and dropout in one call
     any_scale          takes a scale of 0 or less; else `edge` moves its sign into q
@@ -203,7 +202,6 @@ class Claims:
     gqa: bool = False
     value_dim: bool = False
     key_tile: int | None = None
-    key_block: int | None = None
     any_scale: bool = True
     any_strides: bool = False
     stride_multiple: int = 1

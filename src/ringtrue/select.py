@@ -68,22 +68,22 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
         ),
         (
             facts.capability is not None and not _first(claims) <= facts.capability <= _last(claims),
-            "compute-capability", "does not run on this GPU", f"{_first(claims)} to {_last(claims)}", facts.capability,
-            "",
+            "compute-capability", "does not run on this GPU", _gpus(claims), facts.capability, "",
         ),
         *_of_dropout_and_softcap(claims, facts),
         (
             training and not claims.backward,
-            "no-backward", "has no backward", "no input requires grad", _wanted(facts),
-            "use torch.no_grad()" + OPTION_REMEDY * (exact.OPTION in claims.options),
+            "no-backward", "has no backward", "no input requires grad", _wanted(facts), _without_backward(claims),
         ),
         (
             facts.wanted.bias and not claims.dbias,
             "no-dbias", "gives no gradient of a float mask", "mask does not require grad", "it does",
             "mask.detach(), or a backend that gives it",
         ),
-        (facts.needs_lse and not claims.lse, "no-lse", "returns no lse", "return_lse=False, no ring", "lse needed", ""),
-        *_of_keys(claims, facts),
+        (
+            not claims.lse and (facts.needs_lse or _joins(facts)), "no-lse", "returns no lse",
+            "return_lse=False, no ring, causal from the first key", "lse needed", "",
+        ),
         (
             facts.from_lse and training and not claims.backward_from_lse,
             "no-backward-from-lse", "its backward needs its own forward's lse", "no ring", "ring", "use Ulysses",
@@ -117,22 +117,6 @@ def _of_dropout_and_softcap(claims: Claims, facts: Facts) -> tuple[Row, ...]:
             "softcap-dropout", "does not take softcap together with dropout", "one of them", "both", "dropout_p=0",
         ),
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
-    )  # fmt: skip
-
-
-def _of_keys(claims: Claims, facts: Facts) -> tuple[Row, ...]:
-    """Rows of the table above, of how many keys a kernel takes at a time."""
-    return (
-        (
-            _joins(facts) and not claims.lse and claims.causal != "none",
-            "no-lse", "returns no lse, by which to join the parts of keys that this alignment takes",
-            "causal from the first key", f"Causal with offset {facts.causal}", "",
-        ),
-        (
-            claims.key_block is not None and _ragged(claims.key_block, facts),
-            "key-block", "counts the keys that are missing in its last block", f"a multiple of {claims.key_block} keys",
-            "a ring" if facts.from_lse else facts.k_len, "pad and mask with another backend",
-        ),
     )  # fmt: skip
 
 
@@ -303,13 +287,6 @@ def _joins(facts: Facts) -> bool:
     return facts.causal is not None and facts.causal > 0 and (facts.sharded or facts.causal < facts.k_len - 1)
 
 
-def _ragged(block: int, facts: Facts) -> bool:
-    """Whether a kernel that takes whole blocks of keys would meet others; those of a context are known to no rank."""
-    whole = facts.sharded or not facts.k_len % block
-    square = facts.causal is not None and facts.causal <= 0 and facts.q_len + facts.causal <= facts.k_len
-    return facts.from_lse or not (whole or square)
-
-
 def _until(claims: Claims) -> str:
     """What a backward that is not deterministic is fine with."""
     most = claims.max_deterministic_head_dim
@@ -329,12 +306,20 @@ def _rounds(facts: Facts) -> bool:
     return facts.bias_dtype is not None and torch.promote_types(facts.bias_dtype, facts.dtype) != facts.dtype
 
 
+def _gpus(claims: Claims) -> str:
+    return f"{_first(claims)} to {_last(claims)}"
+
+
 def _first(claims: Claims) -> tuple[int, int]:
     return claims.min_capability or (0, 0)
 
 
 def _last(claims: Claims) -> tuple[int, int]:
     return claims.max_capability or (99, 9)
+
+
+def _without_backward(claims: Claims) -> str:
+    return "use torch.no_grad()" + OPTION_REMEDY * (exact.OPTION in claims.options)
 
 
 def _wanted(facts: Facts) -> str:

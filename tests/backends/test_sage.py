@@ -20,14 +20,15 @@ from ringtrue.audit.inputs import Case, build
 from ringtrue.audit.judge import judge, truth_of
 from ringtrue.audit.laws import chunk_law, whole
 from ringtrue.audit.yardstick import yardstick
-from ringtrue.backends import REGISTRY, sage
+from ringtrue.backends import REGISTRY, _hub, sage
 from ringtrue.contract import Backend, Facts, ForwardOut, Mask, OpPair, Options, Wanted
 from ringtrue.edge import edge
 from standins import sageattention_1, sageattention_2
 
 BF16 = torch.bfloat16
 PAIR = sage.make_pair("sage", lambda: sageattention_2)
-OLDER = sage.make_pair("sage", lambda: sageattention_1, sage.RELEASE_1_CLAIMS)
+OLDER = sage.make_pair("sage", lambda: sageattention_1, claims=sage.RELEASE_1_CLAIMS)
+BY_TRITON = sage.make_pair("triton", lambda: sageattention_2, sage.TRITON, sage.HALF_CLAIMS)
 (MATH,) = (b for b in REGISTRY if b.name == "native_math")
 TRAINED = exact.with_backward(edge(PAIR), edge(MATH.pairs["cpu"]))
 
@@ -36,6 +37,18 @@ RELEASED = {
         q k v tensor_layout=HND is_causal=False sm_scale=None smooth_k=True kwargs""",
     (sageattention_2, "sageattn"): """
         q k v tensor_layout=HND is_causal=False sm_scale=None return_lse=False kwargs""",
+    (sageattention_2, sage.TRITON): """
+        q k v tensor_layout=HND quantization_backend=triton is_causal=False sm_scale=None smooth_k=True
+        return_lse=False kwargs""",
+    (sageattention_2, sage.HALF): """
+        q k v tensor_layout=HND is_causal=False qk_quant_gran=per_thread sm_scale=None pv_accum_dtype=fp32
+        smooth_k=True smooth_v=False return_lse=False kwargs""",
+    (sageattention_2, sage.FLOAT8): """
+        q k v tensor_layout=HND is_causal=False qk_quant_gran=per_thread sm_scale=None pv_accum_dtype=fp32+fp16
+        smooth_k=True smooth_v=False return_lse=False kwargs""",
+    (sageattention_2, sage.HOPPER): """
+        q k v tensor_layout=HND is_causal=False qk_quant_gran=per_thread sm_scale=None pv_accum_dtype=fp32+fp32
+        smooth_k=True return_lse=False kwargs""",
 }
 
 
@@ -215,40 +228,79 @@ def test_explain_says_what_the_option_does() -> None:
     assert rt.explain(q, q, q, backend="sage", backend_options={"backward": "native_math"}).backend == "sage"
 
 
-# Release 1
+# Numbers of keys that do not fill the blocks of a Triton kernel
 
 
-def test_release_1_leaves_the_keys_as_they_are_and_is_right_on_whole_blocks() -> None:
-    torch.manual_seed(0)
-    for keys, mask in ((128, Mask()), (33, Mask(causal=0)), (65, Mask(causal=0)), (129, Mask(causal=0))):
-        x = build(Case(f"older-{keys}", 33, keys, dtype=BF16, head_dim=64))
-        x = pushed(replace(x, mask=mask, wanted=Wanted(False, False, False), arithmetic="8-bit"))
-        x = replace(x, options=replace(x.options, return_lse=False))
-        before = x.k.clone()
-        assert all(judged_as(edge(OLDER), x)), keys
-        assert torch.equal(x.k, before)
+def older(q_len: int, k_len: int, mask: Mask) -> Any:
+    x = pushed(build(Case(f"older-{k_len}", q_len, k_len, dtype=BF16, head_dim=64)))
+    options = replace(x.options, return_lse=False)
+    return replace(x, mask=mask, wanted=Wanted(False, False, False), arithmetic="8-bit", options=options)
 
 
-def test_release_1_refuses_keys_that_its_kernel_would_count() -> None:
-    q, k = (torch.randn(1, n, 2, 64, dtype=BF16) for n in (16, 100))
-    with refused(rt.UnsupportedError, "a multiple of 64 keys", "100"):
-        OLDER.forward(q, k, k, Mask(), None, Options(0.125))
-    older = Backend("sage", "for a test", {"cpu": OLDER})
-    assert codes(older, replace(PLAIN, k_len=100)) == ["key-block"]
-    assert codes(older, replace(PLAIN, q_len=30, k_len=100, causal=0)) == []
-    assert codes(older, replace(PLAIN, q_len=130, k_len=100, causal=0)) == ["key-block"]
-    assert codes(older, replace(PLAIN, q_len=130, k_len=100, causal=-30)) == []
-    assert codes(older, replace(PLAIN, causal=3)) == ["no-lse"]
-    assert codes(older, replace(PLAIN, sharded=True, k_len=50)) == []
-    assert codes(older, replace(PLAIN, sharded=True, needs_lse=True, from_lse=True)) == ["no-lse", "key-block"]
+@pytest.mark.parametrize("keys", [1, 33, 64, 100])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=0)], ids=["whole", "causal"])
+def test_release_1_is_right_and_leaves_the_keys_as_they_are(keys: int, mask: Mask) -> None:
+    x = older(33, keys, mask)
+    before = x.k.clone()
+    assert all(judged_as(edge(OLDER), x))
+    assert torch.equal(x.k, before)
 
 
-def test_without_the_guard_the_missing_keys_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused is wrong: the reason for the claim."""
-    monkeypatch.setattr(sage, "_whole", lambda blocks, keys: None)
-    x = build(Case("older-100", 33, 100, dtype=BF16, head_dim=64))
-    x = replace(x, wanted=Wanted(False, False, False), arithmetic="8-bit", options=replace(x.options, return_lse=False))
-    assert not all(judged_as(edge(OLDER), x))
+@pytest.mark.parametrize("pair", [OLDER, BY_TRITON], ids=["release 1", "release 2"])
+def test_zeros_that_stay_in_are_found(pair: OpPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = replace(older(33, 33, Mask()), arithmetic="8-bit")
+    assert all(judged_as(edge(pair), x))
+    monkeypatch.setattr(sage, "_without_zeros", lambda out, lse, *_: (out, lse))
+    assert not all(judged_as(edge(pair), x))
+
+
+def test_release_1_has_no_lse_to_join_parts_by() -> None:
+    backend = Backend("sage", "for a test", {"cpu": OLDER})
+    assert codes(backend, replace(PLAIN, needs_lse=True)) == ["no-lse"]
+    assert codes(backend, replace(PLAIN, causal=3)) == ["no-lse"]
+    assert codes(backend, replace(PLAIN, causal=63, sharded=True)) == ["no-lse"]
+    assert codes(backend, replace(PLAIN, causal=63)) == []
+    assert codes(backend, replace(PLAIN, causal=-3, sharded=True)) == []
+
+
+NAMES = {
+    "sage_qk_int8_pv_fp8_cuda": sage.FLOAT8,
+    "sage_qk_int8_pv_fp8_cuda_sm90": sage.HOPPER,
+    "sage_qk_int8_pv_fp16_cuda": sage.HALF,
+    "sage_qk_int8_pv_fp16_triton": sage.TRITON,
+    "sage": "sageattn",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tried", ["length-129", "causal", "cross-longer-keys", "peaked", "many-channels"])
+def test_each_kernel_is_right_in_one_call_and_in_parts(name: str, tried: str) -> None:
+    (claims,) = (b.pairs["cuda"].claims for b in REGISTRY if b.name == name)
+    pair = edge(sage.make_pair(name, lambda: sageattention_2, NAMES[name], claims))
+    x = asked(pair, tried)
+    assert all(judged_as(pair, x))
+    assert all(judged_as(pair, x, [x.k.shape[1] // 2]))
+
+
+def test_a_build_without_the_kernels_of_an_architecture_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage, "why_not", lambda package: None)
+    monkeypatch.setattr(sage, "loaded", lambda package: SimpleNamespace(core=SimpleNamespace(SM90_ENABLED=False)))
+    reasons = {b.name: b.unavailable("cuda") for b in sage.KINDS}
+    assert [name for name, reason in reasons.items() if reason] == ["sage_qk_int8_pv_fp8_cuda_sm90"]
+    reason = reasons["sage_qk_int8_pv_fp8_cuda_sm90"]
+    assert reason is not None
+    assert reason.code == "kernel-not-built"
+
+
+@pytest.mark.parametrize(("module", "code"), [(sageattention_1, "schema-moved"), (sageattention_2, None)])
+def test_a_kernel_of_the_hub_without_lse_is_refused(
+    module: Any, code: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_hub, "_found", lambda kernel: module)
+    _hub.module.cache_clear()
+    reason = sage.fetch("cuda")
+    _hub.module.cache_clear()
+    assert (None if reason is None else reason.code) == code
 
 
 def test_claims_are_those_of_the_release_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

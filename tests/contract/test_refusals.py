@@ -76,7 +76,6 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
     "causal": ("causal", lambda c: no(c.causal != "none", call(is_causal=True))),
     "alone": ("mask-causal", lambda c: [call(attn_mask=MASKS[kind](), is_causal=True) for kind in c.alone & c.masks]),
     "max_head_dim": ("head-dim", lambda c: no(c.max_head_dim is None, call(heads_dim=(c.max_head_dim or 0) + 8))),
-    "key_block": ("key-block", lambda c: no(c.key_block is None, call())),
     "max_dropout_head_dim": (
         "head-dim-dropout",
         lambda c: no(c.max_dropout_head_dim is None, call(heads_dim=(c.max_dropout_head_dim or 0) + 8, dropout_p=0.5)),
@@ -122,7 +121,6 @@ NARROWEST = Claims(
     frozenset({torch.bfloat16}),
     bias_dtype="input",
     max_head_dim=8,
-    key_block=64,
     max_dropout_head_dim=8,
     max_deterministic_head_dim=8,
     softcap_dropout=False,

@@ -35,6 +35,8 @@ def _without_softcap(pair: OpPair) -> OpPair:
 _FLASH = flash.make_pair("flash", lambda: flash_attn_2)
 _VARLEN = flash.make_varlen_pair("flash_varlen", lambda: flash_attn_2)
 
+_SAGE = ("sage", "sage_hub", *(kind.name for kind in sage.KINDS))
+
 STANDINS: tuple[StandIn, ...] = (
     StandIn(_FLASH, ("flash", "flash_hub")),
     StandIn(_without_softcap(_FLASH), ("flash", "flash_hub"), "cuda"),
@@ -44,7 +46,7 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(flash_3.make_varlen_pair("flash_varlen_3", lambda: flash_attn_3), ("flash_varlen_3", "flash_3_varlen_hub")),
     StandIn(flash_4.make_pair("flash_4", lambda: flash_attn_4), ("flash_4", "flash_4_hub")),
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
-    StandIn(sage.make_pair("sage", lambda: sageattention_2), ("sage",)),
+    StandIn(sage.make_pair("sage", lambda: sageattention_2, sage.TRITON, sage.HALF_CLAIMS), _SAGE),
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),
     StandIn(amd_aiter.make_pair("aiter", lambda: aiter_mha), ("aiter",)),
 )

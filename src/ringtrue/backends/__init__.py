@@ -34,6 +34,8 @@ REGISTRY: tuple[Backend, ...] = (
     flash_4.FLASH_4_HUB,
     xformers.BACKEND,
     sage.SAGE,
+    sage.SAGE_HUB,
+    *sage.KINDS,
     native_npu.BACKEND,
     amd_aiter.BACKEND,
 )

@@ -28,7 +28,7 @@ class Kernel:
 
     repo        owner and name
     version     the version of its functions' arguments that was read; the hub keeps a branch for each
-    part        the module of it that has the functions
+    part        the module of it that has the functions, "" = itself
     attributes  the functions that are needed
     """
 
@@ -41,7 +41,8 @@ class Kernel:
 @cache
 def module(kernel: Kernel) -> Any:
     """The part of the kernel with the functions; downloaded if need be. Whatever loading raises; AttributeError."""
-    found = getattr(_found(kernel), kernel.part)
+    found = _found(kernel)
+    found = getattr(found, kernel.part) if kernel.part else found
     for name in kernel.attributes:
         getattr(found, name)
     return found

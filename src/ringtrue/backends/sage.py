@@ -1,21 +1,21 @@
-"""SageAttention: query and key quantised to int8, forward only. Release 1 (Triton) by its package, release 2 besides.
+"""SageAttention: query and key quantised to int8, forward only; releases 1 and 2, by their package or from the hub.
 
-Read in 1.0.6 (PyPI) and 2.2.0 (its repository; not on PyPI). `sageattn(q, k, v, tensor_layout, is_causal, sm_scale)`
-takes (B, S, H, D) as "NHD". Both subtract from the keys their mean over the sequence, which changes every score of a
-query by the same amount: the weights stay, lse does not. What is done here instead of what they would do:
+Read in 1.0.6 (PyPI), 2.2.0 (its repository; not on PyPI) and version 3 of the hub's kernel, which has release 2's
+`sageattn` alone. All take (B, S, H, D) as "NHD", and subtract from the keys their mean over the sequence, which changes
+every score of a query by the same amount: the weights stay, lse does not. What is done here, and why:
 
 - The mean is subtracted here, in float32, and `scale * q . mean` added to lse in float32. 1.0.6 subtracts it in the
   caller's own key tensor, and returns no lse; 2.x adds it to lse rounded to the inputs' dtype, and for grouped heads
-  not at all (it fails). Release 2's `sageattn` drops `smooth_k` and does it once more, on keys whose mean is then 0.
-- Causal is right for as many queries as keys only ("top_left"): keys that no query sees are cut off, queries that see
-  all keys go without.
-- The Triton kernels count the keys that are missing in the last block of 64 as keys with a score of 0. Under causal no
-  query sees those, but scales behind the end are read: queries and keys are padded to whole blocks. Without causal such
-  a number of keys is refused (Claims.key_block); under Ulysses, where only the kernel's call knows it, here.
+  may not be able to. Release 2's `sageattn` drops `smooth_k` and does it once more, on keys whose mean is then 0.
+- The Triton kernels count keys that are missing in the last block of 64 as keys with a score of 0. They are put there
+  as such, and taken out of the result again: see `_without_zeros`.
+- Causal is right for as many queries as keys only: keys that no query sees are cut off, queries that see all keys go
+  without. The Triton kernels read scales behind the last block of 128: tokens are added that no query sees.
 - 2.x makes the device of its arguments the current one: put back.
 
-Values and weights are float16 (release 1), and with release 2's "fp8" kernels 8-bit floats. Values above 65504 are inf
-in float16. "backward" of `backend_options` names an exact backend for the gradients: see exact.py.
+Values and weights are float16, or with the "fp8" kernels 8-bit floats. Values above 65504 are inf in float16. Storage
+of 2**31 elements and more is read at wrong places (SageAttention#386). "backward" of `backend_options` names an exact
+backend for the gradients: see exact.py.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package
+from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason
 from ..errors import UnsupportedError, message
 from ..optional import loaded, why_not
+from . import _hub
 
-BLOCK = 128  # of queries; of keys it is 64
-KEYS = 64
+BLOCK, KEYS = 128, 64  # of causal tokens, and of keys, in the Triton kernels
 
-RELEASE_2 = 'pip install --no-build-isolation "git+https://github.com/thu-ml/SageAttention@v2.2.0"'
+INSTALL = 'pip install --no-build-isolation "git+https://github.com/thu-ml/SageAttention@v2.2.0"'
 PACKAGE = Package(
-    "sageattention", f"{RELEASE_2} (or, without lse and so without rings, pip install sageattention==1.0.6)",
+    "sageattention", f"{INSTALL} (or, without lse and so without rings, pip install sageattention==1.0.6)",
     at_least="1.0.6", below="3", attributes=("sageattn",),
 )  # fmt: skip
+TRITON, HALF, FLOAT8, HOPPER = (
+    "sageattn_qk_int8_pv_fp16_triton", "sageattn_qk_int8_pv_fp16_cuda", "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90",
+)  # fmt: skip
+RELEASE_2 = Package(
+    "sageattention", INSTALL, at_least="2.1.1", below="3", attributes=(TRITON, HALF, FLOAT8, HOPPER, "core")
+)
+HUB = _hub.Kernel("SageAttention/sage-attention", version=3, attributes=("sageattn",), part="")
 
 CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -54,30 +62,21 @@ CLAIMS = Claims(
     arithmetic="8-bit values",
     options=frozenset({"backward"}),
 )
-TRITON_CLAIMS = replace(CLAIMS, key_block=KEYS, arithmetic="8-bit")
-RELEASE_1_CLAIMS = replace(TRITON_CLAIMS, lse=False)
+HALF_CLAIMS = replace(CLAIMS, arithmetic="8-bit")
+RELEASE_1_CLAIMS = replace(HALF_CLAIMS, lse=False)
 
 
-def make_pair(name: str, load: Callable[[], Any], claims: Claims = CLAIMS, function: str = "sageattn") -> OpPair:
+def make_pair(name: str, load: Callable[[], Any], function: str = "sageattn", claims: Claims = CLAIMS) -> OpPair:
     """The pair around a function of a module with SageAttention's, which `load` gives when a call needs it."""
-    return OpPair(name, partial(_forward, load, function, claims), _backward, claims)
+    return OpPair(name, partial(_forward, load, function), _backward, claims)
 
 
 def _forward(
-    load: Callable[[], Any],
-    function: str,
-    claims: Claims,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    rng: None,
-    options: Options,
+    load: Callable[[], Any], function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options
 ) -> ForwardOut:
     """One call of the kernel; two where more queries than keys are causal."""
-    kernel = getattr(load(), function)
-    blocks = claims.key_block is not None or not returns_lse(kernel)
-    call, seen = partial(_call, kernel, blocks, options.scale), q.shape[1]
+    kernel, seen = getattr(load(), function), q.shape[1]
+    call = partial(_call, kernel, function == TRITON or not returns_lse(kernel), options.scale)
     if mask.causal is None:
         return ForwardOut(*call(q, k, v))
     if seen <= k.shape[1]:
@@ -87,35 +86,42 @@ def _forward(
 
 
 def _call(
-    kernel: Callable[..., Any], blocks: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, causal: bool = False
+    kernel: Callable[..., Any], triton: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """out and lse; lse of 0 from a release that returns none, which is claimed not to be there."""
-    length = q.shape[1]
+    length, keys = q.shape[1], k.shape[1]
     mean = k.mean(1, dtype=torch.float32)
     smooth = (k - mean.unsqueeze(1)).to(k.dtype)  # a tensor of our own: 1.0.6 writes into it
-    given = [q, smooth, v]
-    if blocks and causal:
-        given = [functional.pad(x, (0, 0, 0, 0, 0, -length % BLOCK)) for x in given]
-    else:
-        _whole(blocks, k.shape[1])
+    more = (-keys % (BLOCK if causal else KEYS)) if triton else 0
+    given = (_longer(q, more if causal else 0), _longer(smooth, more), _longer(v, more))
     with torch.cuda.device_of(q):
-        result = kernel(*given, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True, smooth_k=False)
-    if not isinstance(result, tuple):
-        return result[:, :length], torch.zeros(q.shape[0], q.shape[2], length, device=q.device)
-    out, lse = result
-    return out[:, :length], lse[:, :, :length] + scale * torch.einsum("bqhd,bhd->bhq", q.float(), mean)
+        call = partial(kernel, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True, smooth_k=False)
+        result = call(*given)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        if more and not causal:
+            ones = None if lse is not None else call(*given[:2], _longer(torch.ones_like(v), more))
+            out, lse = _without_zeros(out, lse, more, ones)
+    out = out[:, :length]
+    if lse is None:
+        return out, torch.zeros(q.shape[0], q.shape[2], length, device=q.device)
+    return out, lse[:, :, :length] + scale * torch.einsum("bqhd,bhd->bhq", q.float(), mean)
 
 
-def _whole(blocks: bool, keys: int) -> None:
-    if blocks and keys % KEYS:
-        raise UnsupportedError(
-            message(
-                "this kernel counts the keys that are missing in its last block",
-                limit=f"a multiple of {KEYS} keys, or causal from the first",
-                value=str(keys),
-                remedy="pad and mask with another backend",
-            )
-        )
+def _without_zeros(out: Tensor, lse: Tensor | None, zeros: int, ones: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """out and lse without that many keys whose score and value are 0.
+
+    Scores of keys without their mean have the mean 0, so the sum of their exponentials is at least their number, and
+    what is left when `zeros` is taken from the whole sum is no small difference. Where the kernel tells no sum, out for
+    values of 1 (`ones`) is the share of the other keys."""
+    if lse is None:
+        assert ones is not None
+        return (out.float() / ones.float()).to(out.dtype), None
+    less = torch.log1p(-zeros * torch.exp(-lse))
+    return (out.float() * torch.exp(-less).transpose(1, 2).unsqueeze(-1)).to(out.dtype), lse + less
+
+
+def _longer(x: Tensor, more: int) -> Tensor:
+    return functional.pad(x, (0, 0, 0, 0, 0, more)) if more else x
 
 
 def _backward(*given: object) -> Grads:
@@ -133,6 +139,37 @@ def narrowed(device: str) -> Claims | None:
     return RELEASE_1_CLAIMS if older else None
 
 
+def unavailable(part: str, device: str) -> Reason | None:
+    """Why a kernel of release 2 cannot be used; `part`: which of its three extensions has it, "" = none."""
+    reason = why_not(RELEASE_2)
+    if reason is not None or not part or getattr(loaded(RELEASE_2).core, f"{part}_ENABLED", True):
+        return reason
+    return Reason(
+        "kernel-not-built", f"this build of sageattention has no kernels for {part}",
+        f"built with that architecture in TORCH_CUDA_ARCH_LIST, and its extension _qattn_{part.lower()} imports",
+        f"{part}_ENABLED is False", INSTALL,
+    )  # fmt: skip
+
+
+def fetch(device: str) -> Reason | None:
+    """Loads the kernel of the hub; one whose `sageattn` returns no lse is refused."""
+    failed = _hub.fetch(HUB, device)
+    if failed is not None or returns_lse(_hub.module(HUB).sageattn):
+        return failed
+    return Reason("schema-moved", f"{HUB.repo} has another sageattn", "return_lse", "without it", "use sage")
+
+
+def _named(name: str, summary: str, function: str, part: str, claims: Claims) -> Backend:
+    return Backend(
+        name,
+        summary,
+        {"cuda": make_pair(name, partial(loaded, RELEASE_2), function, claims)},
+        partial(unavailable, part),
+        packages=(RELEASE_2,),
+        verified={"cuda": STAND_IN},
+    )
+
+
 SAGE = Backend(
     "sage",
     "SageAttention",
@@ -142,3 +179,20 @@ SAGE = Backend(
     verified={"cuda": STAND_IN},
     narrowed=narrowed,
 )
+SAGE_HUB = Backend(
+    "sage_hub",
+    "SageAttention from the hub",
+    {"cuda": make_pair("sage_hub", partial(_hub.module, HUB))},
+    lambda device: why_not(_hub.PACKAGE),
+    packages=(_hub.PACKAGE,),
+    verified={"cuda": STAND_IN},
+    fetch=fetch,
+)
+KINDS = (
+    _named("sage_qk_int8_pv_fp8_cuda", "SageAttention 2, 8-bit values", FLOAT8, "SM89",
+           replace(CLAIMS, min_capability=(8, 9))),
+    _named("sage_qk_int8_pv_fp8_cuda_sm90", "SageAttention 2, 8-bit values, Hopper", HOPPER, "SM90",
+           replace(CLAIMS, min_capability=(9, 0), max_capability=(9, 0))),
+    _named("sage_qk_int8_pv_fp16_cuda", "SageAttention 2, 16-bit values", HALF, "SM80", HALF_CLAIMS),
+    _named("sage_qk_int8_pv_fp16_triton", "SageAttention 2, 16-bit values, Triton", TRITON, "", HALF_CLAIMS),
+)  # fmt: skip

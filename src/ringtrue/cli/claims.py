@@ -137,7 +137,6 @@ def _rows() -> list[tuple[str, Read]]:
         "max_dropout_head_dim": ("head dims with dropout", lambda c: _up_to(c.max_dropout_head_dim)),
         "max_deterministic_head_dim": ("head dims, deterministic", lambda c: _up_to(c.max_deterministic_head_dim)),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
-        "key_block": ("number of keys", lambda c: f"multiples of {c.key_block}, or causal" if c.key_block else "any"),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
         "softcap": ("softcap", lambda c: _said(c.softcap)),
         "softcap_dropout": ("softcap beside dropout", lambda c: _said(c.softcap_dropout)),

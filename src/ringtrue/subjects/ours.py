@@ -60,7 +60,7 @@ def says_of(claims: rt.Claims) -> Says:
 
 def _beyond(claims: rt.Claims, call: Call) -> str:
     """What the claims refuse that `Says` has no word for."""
-    return "; ".join(filter(None, (_rounds(claims, call), _beside(claims, call), _in_blocks(claims, call))))
+    return "; ".join(filter(None, (_rounds(claims, call), _beside(claims, call), _in_parts(claims, call))))
 
 
 def _rounds(claims: rt.Claims, call: Call) -> str:
@@ -81,15 +81,11 @@ def _beside(claims: rt.Claims, call: Call) -> str:
     )
 
 
-def _in_blocks(claims: rt.Claims, call: Call) -> str:
-    """Numbers of keys that do not fill the kernel's blocks, and parts of keys that only an lse could join."""
-    q_len, k_len, causal = call.query.shape[1], call.key.shape[1], call.mask.causal
-    if causal is not None and 0 < causal < k_len - 1 and not claims.lse:
-        return "causal over parts of the keys without an lse"
-    square = causal is not None and causal <= 0 and q_len + causal <= k_len
-    if claims.key_block is None or not k_len % claims.key_block or square:
-        return ""
-    return f"{k_len} keys"
+def _in_parts(claims: rt.Claims, call: Call) -> str:
+    """Parts of keys that only an lse could join."""
+    causal = call.mask.causal
+    parts = causal is not None and 0 < causal < call.key.shape[1] - 1
+    return "causal over parts of the keys without an lse" if parts and not claims.lse else ""
 
 
 class Public(Plain):
