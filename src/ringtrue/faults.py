@@ -113,6 +113,16 @@ FAULTS: tuple[Fault, ...] = (
         "an empty call ends the process with SIGFPE; a last stride other than 1 is read as 1",
         "avoid", "edge/__init__.py", "https://github.com/pytorch/pytorch/issues/133780",
     ),
+    Fault(
+        "native_xla", "xla", "torch_xla 2.9.0, read in its source",
+        "beyond 512 keys, of a number that is no multiple of 512, forward pads them with zeros that the softmax sees",
+        "avoid", "backends/native_xla.py", "https://github.com/pytorch/xla/pull/8671",
+    ),
+    Fault(
+        "native_xla", "xla", "torch_xla 2.9.0, read in its source",
+        "a backward that is asked for dk or dv without dq raises UnboundLocalError",
+        "avoid", "backends/native_xla.py", "https://github.com/pytorch/xla/pull/8671",
+    ),
 )  # fmt: skip
 
 

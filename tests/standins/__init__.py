@@ -10,6 +10,7 @@ from ringtrue.backends import (
     flash_3,
     flash_4,
     native_npu,
+    native_xla,
     sage,
     xformers,
 )
@@ -22,6 +23,7 @@ from . import (
     flash_attn_4,
     sageattention_2,
     torch_npu,
+    torch_xla_kernel,
     xformers_fmha,
 )
 from .standin import StandIn
@@ -48,5 +50,6 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(xformers.make_pair("xformers", lambda: xformers_fmha), ("xformers",)),
     StandIn(sage.make_pair("sage", lambda: sageattention_2, sage.TRITON, sage.HALF_CLAIMS), _SAGE),
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),
+    StandIn(native_xla.make_pair("native_xla", lambda: torch_xla_kernel), ("native_xla",)),
     StandIn(amd_aiter.make_pair("aiter", lambda: aiter_mha), ("aiter",)),
 )

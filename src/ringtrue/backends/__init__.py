@@ -13,6 +13,7 @@ from . import (
     native_flash,
     native_math,
     native_npu,
+    native_xla,
     sage,
     xformers,
 )
@@ -37,5 +38,6 @@ REGISTRY: tuple[Backend, ...] = (
     sage.SAGE_HUB,
     *sage.KINDS,
     native_npu.BACKEND,
+    native_xla.BACKEND,
     amd_aiter.BACKEND,
 )
