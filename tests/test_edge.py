@@ -38,6 +38,7 @@ KERNELS = {
     "bools too": replace(POOREST, masks=frozenset({"dense_float", "dense_bool"}), gqa=True, bias_dtype="any"),
     "bottom right, in eights": replace(POOREST, causal="bottom_right", head_dim_multiple=8, stride_multiple=8),
     "in tiles": replace(POOREST, key_tile=2),
+    "ahead, in tiles": replace(POOREST, causal="ahead", key_tile=2),
     "any causal": replace(POOREST, causal="offset", value_dim=True),
     "windows too": replace(POOREST, masks=frozenset({"dense_float", "window"}), causal="offset", dlse=True),
     "segments too": replace(POOREST, masks=frozenset({"dense_float", "segments"}), dlse=True),
@@ -53,9 +54,8 @@ def comply(claims: Claims, mask: Mask, q: Tensor, k: Tensor, v: Tensor, *outer: 
     assert claims.value_dim or q.shape[3] == v.shape[3]
     assert claims.any_strides or all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v, *outer))
     assert mask.kinds <= claims.masks
-    assert mask.causal is None or mask.causal == {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1]}.get(
-        claims.causal, mask.causal
-    )
+    own = {"top_left": 0, "bottom_right": k.shape[1] - q.shape[1], "ahead": max(mask.causal or 0, 0)}
+    assert mask.causal is None or mask.causal == own.get(claims.causal, mask.causal)
     assert claims.key_tile is None or k.shape[1] % (2 * claims.key_tile) != claims.key_tile
     assert not any(x.shape[3] % claims.head_dim_multiple for x in (q, k, v, *outer))
     wanted = {"input": q.dtype, "accumulate": torch.float64 if q.dtype == torch.float64 else torch.float32}

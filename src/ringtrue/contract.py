@@ -161,8 +161,9 @@ class Claims:
     masks              kinds it takes as they are (see Mask.kinds); `edge` lowers the others if it takes dense_float
     bias_dtype         dtype of a float mask it is handed: "accumulate" (float32; float64 for float64), "input" (a mask
                        that would be rounded to it is refused) or "any"
-    causal             "offset" (any offset), "top_left" (offset 0, any Sq and Sk), "bottom_right" (offset Sk - Sq) or
-                       "none"; `edge` splits the others. A pair that takes windows is handed their ends as they are
+    causal             "offset" (any offset), "ahead" (0 or more), "top_left" (0, any Sq and Sk), "bottom_right"
+                       (Sk - Sq) or "none"; `edge` splits the others. A pair that takes windows is handed their ends as
+                       they are
     alone              kinds of mask that it does not take together with causal, a window or a dense mask; `edge` lowers
                        them there if it takes dense_float (with dense_float among them, causal becomes part of a bias)
     min_capability, max_capability  the first and last compute capability of a CUDA device it runs on; None = any
@@ -190,7 +191,7 @@ class Claims:
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str] = frozenset()
     bias_dtype: Literal["accumulate", "input", "any"] = "accumulate"
-    causal: Literal["offset", "top_left", "bottom_right", "none"] = "none"
+    causal: Literal["offset", "ahead", "top_left", "bottom_right", "none"] = "none"
     alone: frozenset[str] = frozenset()
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None

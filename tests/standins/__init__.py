@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ringtrue import faults
 from ringtrue.backends import (
     amd_aiter,
     flash,
@@ -14,10 +15,12 @@ from ringtrue.backends import (
     sage,
     xformers,
 )
+from ringtrue.backends import cudnn_frontend as cudnn
 from ringtrue.contract import OpPair
 
 from . import (
     aiter_mha,
+    cudnn_frontend,
     flash_attn_2,
     flash_attn_3,
     flash_attn_4,
@@ -52,4 +55,7 @@ STANDINS: tuple[StandIn, ...] = (
     StandIn(native_npu.make_pair("native_npu", lambda: torch_npu), ("native_npu",)),
     StandIn(native_xla.make_pair("native_xla", lambda: torch_xla_kernel), ("native_xla",)),
     StandIn(amd_aiter.make_pair("aiter", lambda: aiter_mha), ("aiter",)),
+    StandIn(
+        faults.mended(cudnn.make_pair("cudnn_frontend", lambda: cudnn_frontend), "cuda", None), ("cudnn_frontend",)
+    ),
 )

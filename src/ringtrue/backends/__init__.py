@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..contract import Backend
 from . import (
     amd_aiter,
+    cudnn_frontend,
     flash,
     flash_3,
     flash_4,
@@ -33,6 +34,7 @@ REGISTRY: tuple[Backend, ...] = (
     flash_3.FLASH_3_VARLEN_HUB,
     flash_4.FLASH_4,
     flash_4.FLASH_4_HUB,
+    cudnn_frontend.BACKEND,
     xformers.BACKEND,
     sage.SAGE,
     sage.SAGE_HUB,

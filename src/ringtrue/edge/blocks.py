@@ -81,6 +81,8 @@ def _causal_blocks(offset: int | None, rows: slice, cols: slice, claims: Claims)
         return []
     offset = max(offset, 0)
     rows = slice(rows.start + first, rows.stop)
+    if claims.causal == "ahead":
+        return [(rows, cols)]
     if claims.causal == "bottom_right":  # the last query of a block must reach just its last key
         last = rows.start + min(q_len - first, k_len - offset)
         whole = [(slice(last, rows.stop), cols)] if last < rows.stop else []

@@ -122,8 +122,10 @@ def _takes_ends(mask: Mask, q_len: int, k_len: int, claims: Claims) -> bool:
         return False
     if mask.since is not None:
         return True
-    own = {"offset": mask.causal, "top_left": 0, "bottom_right": k_len - q_len, "none": None}[claims.causal]
-    return mask.causal is None or mask.causal == own
+    if mask.causal is None or claims.causal == "offset":
+        return True
+    taken = {"ahead": max(mask.causal, 0), "top_left": 0, "bottom_right": k_len - q_len}
+    return mask.causal == taken.get(claims.causal)
 
 
 def unlower(d_bias: Tensor | None, mask: Mask) -> Tensor | None:
