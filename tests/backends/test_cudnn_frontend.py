@@ -83,7 +83,7 @@ def tensors(*lengths: int, heads: int = 2, dim: int = 8) -> list[Tensor]:
 def around(key: Callable[[Call], Hashable] = everything, **instead: Any) -> OpPair:
     """The pair around the stand-in, with some of its functions replaced."""
     module = SimpleNamespace(**{**vars(standin), **instead})
-    return cudnn_frontend.make_pair("cudnn_frontend", lambda: module, key=key)
+    return cudnn_frontend.make_pair("cudnn_frontend", lambda: module, replace(cudnn_frontend.CLAIMS, dbias=True), key)
 
 
 def without(*names: str) -> Callable[[Call], Hashable]:

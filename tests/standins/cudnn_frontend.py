@@ -287,8 +287,11 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, stats: Tensor, dQ: Tensor, dK: Tensor, dV: Tensor,
     dBias: Tensor | None, attn_scale: float, dropout: Any, **given: Any,
 ) -> None:  # fmt: skip
+    bias = given.pop("bias")
+    if bias is not None and bias.shape[2] != q.shape[2]:
+        bias = None  # one row for all queries: as wrong as seen on an H200
     *grads, d_scores = _eager.backward(
-        *map(_tokens_first, (dO, q, k, v, o)), stats.squeeze(-1), attn_scale, bias=_bias(q, k, **given),
+        *map(_tokens_first, (dO, q, k, v, o)), stats.squeeze(-1), attn_scale, bias=_bias(q, k, bias, **given),
         keep=_kept(q, k, dropout),
     )  # fmt: skip
     for grad, x in zip(grads, (dQ, dK, dV), strict=True):

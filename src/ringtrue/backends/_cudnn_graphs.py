@@ -66,7 +66,7 @@ def strides(x: Tensor) -> tuple[int, ...]:
     packed = 1
     for size, step in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         found.append(packed if size == 1 else step)
-        packed = size * found[-1]
+        packed = size * found[-1] or packed  # a row that stands for many is as long as itself
     return tuple(reversed(found))
 
 
