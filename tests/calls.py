@@ -18,6 +18,8 @@ from ringtrue.backends import REGISTRY
 from ringtrue.contract import Backend, Claims, OpPair
 
 HERE = tuple(b for b in REGISTRY if "cpu" in b.pairs and b.unavailable("cpu") is None)
+# milliseconds a call on a CPU, seconds to compile one on a GPU: what is around pairs is tried on the quicker ones
+SLOW = frozenset({"flex"})
 EVERY_BACKEND = pytest.mark.parametrize("backend", [b.name for b in HERE])
 WIDEST = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

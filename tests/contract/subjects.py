@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 
+from calls import SLOW
 from contract.bridges import operator_pair, through_autograd
 from ringtrue.audit.cases import CASES
 from ringtrue.audit.drawn import drawn_mask
@@ -56,6 +57,7 @@ SUBJECTS = tuple(
     if _here(device) and backend.unavailable(device) is None
 )
 KERNELS = SUBJECTS  # what is planted outside of a pair, or what a kernel may keep, needs no stand-in to be found
+PLANTED = tuple(s for s in KERNELS if s.pair.name not in SLOW)
 SUBJECTS += tuple(Subject(edge(s.pair), s.device, standin=True) for s in STANDINS if _here(s.device))
 
 

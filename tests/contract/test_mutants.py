@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contract.subjects import DTYPES, KERNELS, Bridge, Subject, cases_for, parameters, verdicts
+from contract.subjects import DTYPES, PLANTED, Bridge, Subject, cases_for, parameters, verdicts
 from ringtrue.audit.cases import case
 from ringtrue.audit.checks import Check
 from ringtrue.audit.inputs import Case
@@ -28,7 +28,7 @@ def shows(fault: Plant, claims: Claims) -> bool:
 
 
 def every_fault() -> Iterator[object]:
-    for subject in KERNELS:
+    for subject in PLANTED:
         for name, fault in OF_PAIRS.items():
             dtypes = [d for d in DTYPES if d in subject.pair.claims.dtypes & fault.dtypes]
             for bridge, dtype in (*(("eager", d) for d in dtypes), ("compiled", min(dtypes, key=str, default=None))):
@@ -54,7 +54,7 @@ def test_a_fault_is_found(subject: Subject, dtype: torch.dtype, fault: Plant, br
     pytest.fail("passes every case")
 
 
-@pytest.mark.parametrize("subject", [parameters(s) for s in KERNELS])
+@pytest.mark.parametrize("subject", [parameters(s) for s in PLANTED])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: str) -> None:
     """A historical fault is no matter of rounding: some case is off by more than a hundred times what is allowed."""
@@ -72,7 +72,7 @@ def test_what_a_plant_changed_is_wrong_by_far(subject: Subject, plant: str) -> N
     assert ran(planted) > 0
 
 
-@pytest.mark.parametrize("subject", [parameters(s) for s in KERNELS])
+@pytest.mark.parametrize("subject", [parameters(s) for s in PLANTED])
 @pytest.mark.parametrize("name", ["lse-in-bf16-returned", "lse-in-bf16-in-backward"])
 def test_a_coarse_lse_is_found_among_ordinary_numbers(subject: Subject, name: str) -> None:
     """Gaussian, at most 64 keys, no mask: in every dtype, and not only where something makes it worse."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from contract.bridges import operator_pair
-from contract.subjects import KERNELS, Subject, parameters
+from contract.subjects import KERNELS, PLANTED, Subject, parameters
 from ringtrue.audit.order import orders, run
 from ringtrue.contract import OpPair
 from ringtrue.plants.of_memories import MEMORIES
 
-EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in KERNELS])
+EVERY = pytest.mark.parametrize("subject", [parameters(s) for s in PLANTED])
 
 
 def broken(pair: OpPair, device: str, dtype: torch.dtype, length: int = 16) -> Iterator[str]:

@@ -10,6 +10,7 @@ from draws import Draw, build, context, failures, on_ranks
 from recipes import Recipe
 
 import ringtrue as rt
+from calls import SLOW
 from ringtrue.contract import Mask
 from ringtrue.parallel.twin import Rank, World
 from ringtrue.plants import PLANTS, ran
@@ -41,7 +42,7 @@ def test_problems_are_right_without_a_fault(name: str) -> None:
     assert not failures(PROBLEMS[name])
 
 
-HERE = [s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None]
+HERE = [s.name for s in rt.backends() if s.device == "cpu" and s.unavailable is None and s.name not in SLOW]
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -1,0 +1,104 @@
+"""torch's FlexAttention: the kernels that it writes for a mask and a change of scores given as functions of the place.
+
+The pair calls the two higher order ops below torch.nn.attention.flex_attention, so that backward takes an out and lse
+from more keys. They are private: pinned by their arguments, the same in torch 2.11 to 2.13. Seen there: (B, H, S, D),
+any strides; lse, float32, counts in base 2, in both ops; so does a gradient of lse; a row that sees nothing is 0 with
+lse -inf; grouped heads and D != Dv as they are. The block mask goes as a tuple whose last item is the mask's function.
+
+On a CPU the ops are called as they are: torch holds all scores there and runs the functions under vmap, in float32 but
+for the two products with 16-bit inputs. Compiled, torch has no backward there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
+from ._flex_mods import Mods, mods_of, ops
+
+LN2 = math.log(2.0)
+ARGUMENTS = {
+    "flex_attention": (
+        "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers",
+        "mask_mod_other_buffers",
+    ),
+    "flex_attention_backward": (
+        "query", "key", "value", "out", "logsumexp", "grad_out", "grad_logsumexp", "fw_graph", "joint_graph",
+        "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
+    ),
+}  # fmt: skip
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
+    """One call of the op."""
+    mods = mods_of(mask, options, q.device)
+    out, lse, _ = ops().flex_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), mods.score, _places(mods), options.scale, {}, mods.score_tensors,
+        mods.mask_tensors,
+    )  # fmt: skip
+    return ForwardOut(out.transpose(1, 2), lse * LN2)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: Tensor | None,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    """One call of the op; all of dq, dk, dv come together."""
+    mods = mods_of(mask, options, q.device)
+    grads = ops().flex_attention_backward(
+        *(x.transpose(1, 2) for x in (q, k, v, out)), lse / LN2, grad_out.transpose(1, 2),
+        None if grad_lse is None else grad_lse * LN2, mods.score, mods.back, _places(mods), options.scale, {},
+        mods.score_tensors, mods.mask_tensors,
+    )  # fmt: skip
+    return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads[:3], wanted[:3], strict=True)))
+
+
+def _places(mods: Mods) -> tuple[Any, ...]:
+    """A block mask without blocks, which only compiled kernels look at, and the mask's function."""
+    return *(None,) * 12, mods.mask
+
+
+def moved() -> Reason | None:
+    """`schema-moved` where one of the private functions has other arguments than it had when it was tried."""
+    for name, pinned in ARGUMENTS.items():
+        found = getattr(ops(), name, None)
+        call = type(found).__call__ if isinstance(found, torch._ops.HigherOrderOperator) else found
+        seen = () if call is None else tuple(n for n in inspect.signature(call).parameters if n != "self")
+        if seen != pinned:
+            problem = f"torch {torch.__version__} changed the private {name} of FlexAttention"
+            return Reason("schema-moved", problem, ", ".join(pinned), ", ".join(seen) or "absent", "use native_math")
+    return None
+
+
+CPU = Claims(
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    masks=frozenset({"dense_bool", "dense_float", "key_keep", "key_bias", "segments", "window"}),
+    causal="offset",
+    gqa=True,
+    value_dim=True,
+    any_strides=True,
+    softcap=True,
+    dlse=True,
+    arithmetic="16-bit",
+)
+BACKEND = Backend(
+    "flex",
+    "torch's FlexAttention",
+    {"cpu": OpPair("flex", forward, backward, CPU)},
+    lambda device: moved(),
+)
