@@ -171,6 +171,21 @@ def test_long_calls_are_judged_at_a_length_that_can_be(
     assert (seen[0], set(seen[1:])) == (8, {16})
 
 
+def test_a_kernel_that_takes_the_device_with_it_ends_it(
+    install: Callable[..., None], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access no later result is of any worth: not even "failed"."""
+    install(named("bad", forward=raises), named("good"))
+    monkeypatch.setattr(tunes, "_alive", raises)
+    code, out = ringtrue(*SMALL)
+    assert code == 3
+    assert "bad failed, and no kernel can run in this process any more: RuntimeError: no kernel image" in out
+    assert "ringtrue tune --without bad" in out
+    assert not file.exists()
+    assert ringtrue(*SMALL, "--without", "_bad")[0] == 0
+    assert tuned.read(file)[0]["shapes"][0].order == ("good",)
+
+
 def ringtrue(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["tune", *arguments], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
     return done.exit_code, done.output
@@ -223,7 +238,9 @@ def test_nothing_to_measure(install: Callable[..., None], file: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("wrong", ["--dtype int8", "--device npu", "--seq 0", "--seconds 0", "--nothing"])
+@pytest.mark.parametrize(
+    "wrong", ["--dtype int8", "--without nobody", "--device npu", "--seq 0", "--seconds 0", "--nothing"]
+)
 def test_bad_usage(wrong: str) -> None:
     assert ringtrue(*wrong.split())[0] == 2
 

@@ -40,6 +40,7 @@ def tune(
     seconds: Annotated[
         float, typer.Option(min=0.001, help="What measuring one backend at one shape may take, about.")
     ] = 0.5,
+    without: Annotated[list[str] | None, typer.Option(help="A backend to leave alone; may be repeated.")] = None,
     remember: Annotated[
         bool, typer.Option("--remember/--print-only", help="Write the file that auto reads, or print only.")
     ] = True,
@@ -60,11 +61,19 @@ def tune(
         for is_causal in ((False, True) if causal is None else (causal,))
         for tokens in seq or LENGTHS[device]
     ]
+    known = [support.name for support in rt.backends()]
+    left_out = {one_of("--without", name.removeprefix("_"), known) for name in without or ()}
     console = Console(soft_wrap=False, quiet=json)
     found: dict[tunes.Shape, tuple[tunes.Outcome, ...]] = {}
     for shape in shapes:
         say(console, Text(f"\n{shape}", "bold"))
-        found[shape] = tunes.measure(shape, device, seconds)
+        try:
+            found[shape] = tunes.measure(shape, device, seconds, left_out)
+        except tunes.DeviceLostError as error:
+            name, said = error.args
+            say(console, Text(f"{name} failed, and no kernel can run in this process any more: {said}", "red"))
+            say(console, f"nothing is remembered; leave it out: ringtrue tune --without {name}")
+            raise typer.Exit(NEVER_RAN) from error
         show(found[shape], console)
     outcomes = [outcome for each in found.values() for outcome in each]
     timed = any(outcome.seconds is not None for outcome in outcomes)
