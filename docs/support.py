@@ -37,7 +37,8 @@ name that is not installed is passed over, and a package that is broken costs it
 imported for calls that its claims take, never for others. `explain()` and `ringtrue explain` say which order it was and
 where that comes from. Under context parallelism the order is that of rank 0, and all ranks take the first that fits
 everywhere. Where nothing is exchanged (`lengths="equal"`, declared lengths) and in compiled code on one device it is
-the order of long calls without a mask, so that it hangs on nothing that may differ.
+the order of long calls without a mask, so that it hangs on nothing that may differ (all ranks have the same packages,
+by contract, where nothing is exchanged).
 
 `ringtrue tune` measures every backend that fits on your machine, forward with backward, over a few shapes (`--seq`,
 `--heads`, `--head-dim`, `--dtype`, `--causal`), judges each by the audit's rule before it is timed, and remembers the
