@@ -64,17 +64,7 @@ def tune(
     known = [support.name for support in rt.backends()]
     left_out = {one_of("--without", name.removeprefix("_"), known) for name in without or ()}
     console = Console(soft_wrap=False, quiet=json)
-    found: dict[tunes.Shape, tuple[tunes.Outcome, ...]] = {}
-    for shape in shapes:
-        say(console, Text(f"\n{shape}", "bold"))
-        try:
-            found[shape] = tunes.measure(shape, device, seconds, left_out)
-        except tunes.DeviceLostError as error:
-            name, said = error.args
-            say(console, Text(f"{name} failed, and no kernel can run in this process any more: {said}", "red"))
-            say(console, f"nothing is remembered; leave it out: ringtrue tune --without {name}")
-            raise typer.Exit(NEVER_RAN) from error
-        show(found[shape], console)
+    found = _measured(shapes, device, seconds, left_out, console)
     outcomes = [outcome for each in found.values() for outcome in each]
     timed = any(outcome.seconds is not None for outcome in outcomes)
     kept = _remember(found, device, console) if remember and timed else ""
@@ -83,6 +73,25 @@ def tune(
     if not timed or (remember and not kept):
         raise typer.Exit(NEVER_RAN)
     raise typer.Exit(WRONG if any(outcome.state == "wrong" for outcome in outcomes) else 0)
+
+
+Figures = dict[tunes.Shape, tuple[tunes.Outcome, ...]]
+
+
+def _measured(shapes: list[tunes.Shape], device: str, seconds: float, without: set[str], console: Console) -> Figures:
+    """Every shape in turn, shown as it comes; exit 3 where the device is lost."""
+    found: Figures = {}
+    for shape in shapes:
+        say(console, Text(f"\n{shape}", "bold"))
+        try:
+            found[shape] = tunes.measure(shape, device, seconds, without)
+        except tunes.DeviceLostError as error:
+            name, said = error.args
+            typer.echo(f"{name} failed, and no kernel can run in this process any more: {said}", err=True)
+            typer.echo(f"nothing is remembered; leave it out: ringtrue tune --without {name}", err=True)
+            raise typer.Exit(NEVER_RAN) from error
+        show(found[shape], console)
+    return found
 
 
 def show(outcomes: tuple[tunes.Outcome, ...], console: Console) -> None:
@@ -108,7 +117,7 @@ def show(outcomes: tuple[tunes.Outcome, ...], console: Console) -> None:
         say(console, f"cannot run it here (ringtrue explain says why): {', '.join(refused)}")
 
 
-def _remember(found: dict[tunes.Shape, tuple[tunes.Outcome, ...]], device: str, console: Console) -> str:
+def _remember(found: Figures, device: str, console: Console) -> str:
     """The path of the file; "" where nothing was written."""
     path = rt.tuned.place()
     if path is None:
@@ -132,7 +141,7 @@ def _remember(found: dict[tunes.Shape, tuple[tunes.Outcome, ...]], device: str, 
     return str(path)
 
 
-def as_dict(found: dict[tunes.Shape, tuple[tunes.Outcome, ...]], device: str, kept: str) -> dict[str, Any]:
+def as_dict(found: Figures, device: str, kept: str) -> dict[str, Any]:
     """The same as plain values, with what it hangs on."""
     return {
         "key": rt.tuned.key(device),
