@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .installed import Installed, Part, look
+from .installed import VERSION, Installed, Part, look
 from .output import as_json, reason, say, table
 
 BROKEN = 1
@@ -76,7 +76,9 @@ def together(found: Installed) -> str:
 
 def state(part: Part) -> str:
     """In two words."""
-    return "broken" if part.broken else "works" if part.why is None else "not installed"
+    if part.why is None:
+        return "works"
+    return "broken" if part.broken else "other release" if part.why.code == VERSION else "not installed"
 
 
 def as_dict(found: Installed) -> dict[str, Any]:

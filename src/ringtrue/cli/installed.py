@@ -15,7 +15,7 @@ import ringtrue as rt
 from ..integrations.diffusers.models import NAMES, PACKAGE
 from .known_versions import KNOWN, Known
 
-MISSING = "package-missing"
+MISSING, VERSION = "package-missing", "package-version"
 TRITON = rt.optional.Package("triton", "pip install triton, in the release that this torch asks for")
 OTHERS = {TRITON: "rings on a GPU", PACKAGE: "integrations.diffusers, demo"}
 PARTS = {PACKAGE: NAMES}  # what is imported of a package that is there
@@ -25,12 +25,14 @@ ALONE = "its claims alone"
 
 @dataclass(frozen=True)
 class Part:
-    """An optional package, or several parts of one: `why` is None where it can be used, `serves` what needs it."""
+    """An optional package, or a part or a range of releases of one: `why` is None where it can be used, `serves` what
+    needs it; `elsewhere`: what needs another release of it can use this one."""
 
     package: rt.optional.Package
     version: str
     why: rt.Reason | None
     serves: tuple[str, ...]
+    elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -39,8 +41,11 @@ class Part:
 
     @property
     def broken(self) -> bool:
-        """Whether it is installed and cannot be used; what is not installed is not broken."""
-        return self.why is not None and self.why.code != MISSING
+        """Whether it is installed and cannot be used; what is not installed is not broken, nor is a release that is
+        only too old or too new for some."""
+        if self.why is None or self.why.code == MISSING:
+            return False
+        return not (self.why.code == VERSION and self.elsewhere)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ def _parts(supports: Iterable[rt.Support]) -> tuple[Part, ...]:
             names += [support.name] * (support.name not in names)
     for package, what in OTHERS.items():
         serves.setdefault(package, []).append(what)
-    return tuple(Part(package, _version(package), _why(package), tuple(names)) for package, names in serves.items())
+    parts = [Part(package, _version(package), _why(package), tuple(names)) for package, names in serves.items()]
+    usable = {part.name for part in parts if part.why is None}
+    return tuple(replace(part, elsewhere=part.name in usable) for part in parts)
 
 
 def _why(package: rt.optional.Package) -> rt.Reason | None:
