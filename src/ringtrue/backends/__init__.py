@@ -39,6 +39,7 @@ REGISTRY: tuple[Backend, ...] = (
     xformers.BACKEND,
     flex.BACKEND,
     sage.SAGE,
+    sage.SAGE_VARLEN,
     sage.SAGE_HUB,
     *sage.KINDS,
     native_npu.BACKEND,

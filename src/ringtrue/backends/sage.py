@@ -8,7 +8,9 @@ every score of a query by the same amount: the weights stay, lse does not. What 
   caller's own key tensor, and returns no lse; 2.x adds it to lse rounded to the inputs' dtype, and for grouped heads
   may not be able to. Release 2's `sageattn` drops `smooth_k` and does it once more, on keys whose mean is then 0.
 - The Triton kernels count keys that are missing in the last block of 64 as keys with a score of 0. They are put there
-  as such, and taken out of the result again: see `_without_zeros`.
+  as such, and taken out of the result again: see `_without_zeros`. `sageattn_varlen` counts them in each sequence, and
+  takes one mean over all of them, which may put all scores of a sequence far below 0: there too the mean is subtracted
+  here, each sequence's own, and a second call with values of 1 gives the share of the keys that are there.
 - Causal is right for as many queries as keys only: keys that no query sees are cut off, queries that see all keys go
   without. The Triton kernels read scales behind the last block of 128: tokens are added that no query sees.
 - 2.x makes the device of its arguments the current one: put back.
@@ -34,6 +36,7 @@ from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPai
 from ..errors import UnsupportedError, message
 from ..optional import loaded, why_not
 from . import _hub
+from ._packed import packing
 
 BLOCK, KEYS = 128, 64  # of causal tokens, and of keys, in the Triton kernels
 
@@ -42,6 +45,7 @@ PACKAGE = Package(
     "sageattention", f"{INSTALL} (or, without lse and so without rings, pip install sageattention==1.0.6)",
     at_least="1.0.6", below="3", attributes=("sageattn",),
 )  # fmt: skip
+VARLEN = replace(PACKAGE, attributes=("sageattn_varlen",))
 TRITON, HALF, FLOAT8, HOPPER = (
     "sageattn_qk_int8_pv_fp16_triton", "sageattn_qk_int8_pv_fp16_cuda", "sageattn_qk_int8_pv_fp8_cuda",
     "sageattn_qk_int8_pv_fp8_cuda_sm90",
@@ -64,6 +68,12 @@ CLAIMS = Claims(
 )
 HALF_CLAIMS = replace(CLAIMS, arithmetic="8-bit")
 RELEASE_1_CLAIMS = replace(HALF_CLAIMS, lse=False)
+VARLEN_CLAIMS = replace(
+    RELEASE_1_CLAIMS,
+    masks=frozenset({"key_keep", "segments"}),
+    causal="none",  # for as many queries as keys in every sequence, which nobody knows before
+    deterministic=False,  # the means of sequences are summed in any order
+)
 
 
 def make_pair(name: str, load: Callable[[], Any], function: str = "sageattn", claims: Claims = CLAIMS) -> OpPair:
@@ -105,6 +115,37 @@ def _call(
     if lse is None:
         return out, torch.zeros(q.shape[0], q.shape[2], length, device=q.device)
     return out, lse[:, :, :length] + scale * torch.einsum("bqhd,bhd->bhq", q.float(), mean)
+
+
+def make_varlen_pair(name: str, load: Callable[[], Any]) -> OpPair:
+    """The pair around a module with SageAttention's `sageattn_varlen`."""
+    return OpPair(name, partial(_varlen_forward, load), _backward, VARLEN_CLAIMS)
+
+
+def _varlen_forward(
+    load: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: None, options: Options
+) -> ForwardOut:
+    """Two calls of the kernel on all sequences of all samples; it returns no lse."""
+    packed, _ = packing(mask, q, k)
+    keys, values = packed.keys(k), packed.keys(v)
+    with torch.cuda.device_of(q):
+        call = partial(
+            load().sageattn_varlen, packed.queries(q), cu_seqlens_q=packed.q_ends, cu_seqlens_k=packed.k_ends,
+            max_seqlen_q=packed.q_most, max_seqlen_k=packed.k_most, sm_scale=options.scale, smooth_k=False,
+        )  # fmt: skip
+        smooth = _without_means(keys, packed.k_ends)
+        out, share = call(k=smooth, v=values), call(k=smooth, v=torch.ones_like(values))
+    out = packed.queries_back((out.float() / share.float()).to(out.dtype), q.shape[0])
+    return ForwardOut(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
+
+
+def _without_means(keys: Tensor, ends: Tensor) -> Tensor:
+    """(tokens, H, D) without the mean over each sequence; tokens behind the last one are none's."""
+    places = torch.arange(keys.shape[0], dtype=ends.dtype, device=keys.device)
+    number = torch.searchsorted(ends[1:], places, right=True)
+    sums = torch.zeros(len(ends), *keys.shape[1:], device=keys.device).index_add_(0, number, keys.float())
+    counts = functional.pad(ends.diff(), (0, 1), value=1).clamp(min=1)  # one more, for the tokens behind
+    return (keys - (sums / counts[:, None, None])[number]).to(keys.dtype)
 
 
 def _without_zeros(out: Tensor, lse: Tensor | None, zeros: int, ones: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -178,6 +219,14 @@ SAGE = Backend(
     packages=(PACKAGE,),
     verified={"cuda": STAND_IN},
     narrowed=narrowed,
+)
+SAGE_VARLEN = Backend(
+    "sage_varlen",
+    "SageAttention, packed sequences",
+    {"cuda": make_varlen_pair("sage_varlen", partial(loaded, VARLEN))},
+    lambda device: why_not(VARLEN),
+    packages=(VARLEN,),
+    verified={"cuda": STAND_IN},
 )
 SAGE_HUB = Backend(
     "sage_hub",
