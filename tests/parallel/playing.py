@@ -92,7 +92,8 @@ def _share(problem: Draw, rank: int, grad: Tensor, dim: int, rows: Tensor) -> Te
 def context(problem: Draw, mesh: object = None, **options: object) -> rt.ContextParallel:
     ulysses, ring = problem.degrees
     balance = "head_tail" if problem.balanced else "none"
-    config = rt.ContextParallelConfig(ulysses, ring, mesh=mesh, load_balance=balance, timeout=20.0, **options)  # type: ignore[arg-type]
+    timeout = 20.0 if isinstance(mesh, Rank) else 120.0  # of processes, one may be compiling a kernel meanwhile
+    config = rt.ContextParallelConfig(ulysses, ring, mesh=mesh, load_balance=balance, timeout=timeout, **options)  # type: ignore[arg-type]
     # making groups of real processes takes longer than all of a draw
     return rt.context_parallel(config) if mesh is None else rt.ContextParallel(config)
 

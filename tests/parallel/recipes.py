@@ -18,6 +18,7 @@ SPLITS = {  # world -> (ulysses, ring)
     2: ((1, 2), (2, 1)),
     3: ((1, 3), (3, 1)),
     4: ((1, 4), (4, 1), (2, 2)),
+    8: ((1, 8), (8, 1), (2, 4), (4, 2)),
 }
 WORLDS = (1, 2, 2, 2, 3, 3, 4, 4, 4, 4)  # more of what can go wrong
 DTYPES = ("float64", "float64", "float32", "bfloat16")

@@ -5,6 +5,7 @@ python tests/parallel/rings.py      writes docs/measured/ring-law.md: all errors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ringtrue.audit.inputs import Inputs
 from ringtrue.audit.judge import relative_errors, truth_of
 from ringtrue.audit.laws import Growth, ring_law
 from ringtrue.audit.rule import RULE
-from ringtrue.audit.truth import Truth
+from ringtrue.audit.truth import Quantities, Truth
 from ringtrue.contract import Mask, OpPair, Options, Wanted
 
 SEEDS = range(6)
@@ -35,12 +36,20 @@ def exact(seed: int, dtype: torch.dtype) -> Truth:
     return truth_of(gaussian(seed, dtype))
 
 
-def errors(pair: OpPair, ranks: int, dtype: torch.dtype, device: str = "cpu") -> list[dict[str, float]]:
-    """Per seed, the relative errors of out, dq, dk and dv over a ring of `ranks`."""
+def problems(ranks: int, dtype: torch.dtype, backend: str = "auto") -> list[Draw]:
+    """One a seed, over a ring of `ranks`."""
     lengths = (LENGTH // ranks,) * ranks
-    problems = [Draw((1, ranks), lengths, lengths, gaussian(seed, dtype)) for seed in SEEDS]
-    found = [on_twin(problem, pair, device) for problem in problems]
+    return [Draw((1, ranks), lengths, lengths, gaussian(seed, dtype), backend=backend) for seed in SEEDS]
+
+
+def off(found: Sequence[Quantities], dtype: torch.dtype) -> list[dict[str, float]]:
+    """Per seed, the relative errors of out, dq, dk and dv."""
     return [relative_errors(got, exact(seed, dtype)) for seed, got in zip(SEEDS, found, strict=True)]
+
+
+def errors(pair: OpPair, ranks: int, dtype: torch.dtype, device: str = "cpu") -> list[dict[str, float]]:
+    """Those of a pair over a ring of `ranks`, in-process."""
+    return off([on_twin(problem, pair, device) for problem in problems(ranks, dtype)], dtype)
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,19 +43,34 @@ class Times:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def in_turn(work: Mapping[str, Work], device: str, repetitions: int, least_s: float = 0.02) -> dict[str, Times]:
-    """Measure each callable `repetitions` times, in turn, so many calls at a time that the fastest takes `least_s`."""
-    for call in work.values():
-        for _ in range(WARM_UP):
-            call()
-    fastest = min(_seconds(call, 1, device) for call in work.values())
+def in_turn(
+    work: Mapping[str, Work],
+    device: str,
+    repetitions: int,
+    least_s: float = 0.02,
+    agreed: Callable[[float], float] = lambda seconds: seconds,
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
+) -> dict[str, Times]:
+    """Measure each callable `repetitions` times, in turn, so many calls at a time that the fastest takes `least_s`.
+
+    agreed  what every measured time is replaced by: across ranks, the longest of all, which they then count calls by
+    around  by name, what is entered before a callable's clock starts, and left after it
+    """
+
+    def seconds_of(name: str, calls: int) -> float:
+        with around[name]() if around and name in around else nullcontext():
+            return agreed(_seconds(work[name], calls, device))
+
+    for name in work:
+        seconds_of(name, WARM_UP)
+    fastest = min(seconds_of(name, 1) for name in work)
     calls = max(1, round(least_s / max(fastest, 1e-9)))
     found: dict[str, list[float]] = {name: [] for name in work}
     names = list(work)
     for repetition in range(repetitions):
         start = repetition // 2 % len(names)  # another one begins each time, and each follows either neighbour
         for name in (names[start:] + names[:start])[:: -1 if repetition % 2 else 1]:
-            found[name].append(_seconds(work[name], calls, device) / calls)
+            found[name].append(seconds_of(name, calls) / calls)
     return {name: Times(tuple(seconds), calls) for name, seconds in found.items()}
 
 

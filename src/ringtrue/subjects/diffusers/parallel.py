@@ -11,17 +11,15 @@ import torch.distributed as dist
 from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-from ...audit.subject import Call, Quantities, with_leaves
+from ...audit.subject import Call, Quantities, Ranks, with_leaves
 from .._ranks import in_place
 from .._torch_calls import seeded
 
 
-def config_of(call: Call, anything: bool) -> Any:
+def config_of(ranks: Ranks, device: torch.device, anything: bool = False) -> Any:
     """What a model's processors are given by `enable_parallelism`, over the default process group."""
-    ranks = call.ranks
     flags = {"ulysses_anything": ranks.ulysses > 1, "ring_anything": ranks.ring > 1} if anything else {}
     config = ContextParallelConfig(ring_degree=ranks.ring, ulysses_degree=ranks.ulysses, **flags)
-    device = call.query.device
     mesh = dist.device_mesh.init_device_mesh(
         device.type, mesh_shape=config.mesh_shape, mesh_dim_names=config.mesh_dim_names
     )
@@ -42,7 +40,7 @@ def run(call: Call, attend: Attend, anything: bool = False) -> Quantities:
     ranks = call.ranks
     if ranks.balanced or ranks.prefix or ranks.replicated or ranks.lengths is not None:
         raise NotImplementedError("diffusers cuts every sequence into equal, contiguous parts")
-    config = config_of(call, anything)
+    config = config_of(ranks, call.query.device, anything)
     mesh = config.context_parallel_config._flattened_mesh
     shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
     whole, leaves = with_leaves(call)
