@@ -208,6 +208,14 @@ def test_live_rows_make_nothing_of_the_size_of_all_scores(kind: str) -> None:
     assert live.expand(1, 1, length)[0, 0].nonzero().flatten().tolist() == list(range(4, 13))
 
 
+def test_live_rows_of_segments_are_not_compared_with_all_keys() -> None:
+    length = 300_000
+    ids = torch.arange(length).remainder(1000).unsqueeze(0)
+    live = live_rows(Mask(key_keep=ids != 3, q_segments=ids, k_segments=ids.flip(1)), length, length, CPU)
+    assert live is not None
+    assert live.sum() == length - 300  # the keys of one id are not kept
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(ANY_MASK, st.tuples(*[st.integers(0, 6)] * 4))
 def test_a_part_of_a_mask_is_the_mask_of_that_part(mask: Mask, cuts: tuple[int, int, int, int]) -> None:

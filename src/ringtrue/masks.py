@@ -299,12 +299,14 @@ def row_blocks(q_len: int) -> list[slice]:
 def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tensor | None:
     """Which queries may attend to at least one key: bool, broadcastable to (B, H, Sq); None = all of them.
 
-    Cheap: nothing of size Sq x Sk is made unless the user passed a mask with rows; segments are compared with all keys
-    for a block of rows at a time.
+    Cheap: nothing of size Sq x Sk is made unless the user passed a mask with rows; segments beside other parts than
+    `key_keep` are compared with all keys for a block of rows at a time.
     """
     if mask.hides_nothing:
         return None
     if mask.q_segments is not None:
+        if mask.dense is None and mask.key_bias is None and mask.causal is None and mask.since is None:
+            return _rows_of_ids(mask)
         found = []
         for rows in row_blocks(q_len):
             seen = allowed(mask.at(rows, slice(0, k_len)), rows.stop - rows.start, k_len, device)
@@ -328,6 +330,18 @@ def live_rows(mask: Mask, q_len: int, k_len: int, device: torch.device) -> Tenso
     before = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # allowed keys before each key
     until_last, until_first = (before.take_along_dim(key[None, None, :, None], -1) for key in (last, first))
     return (until_last > until_first).squeeze(-1)
+
+
+def _rows_of_ids(mask: Mask) -> Tensor:
+    """Which queries have a key of their id that is kept, (B, 1, Sq): found among the sorted ids of the keys."""
+    assert mask.q_segments is not None
+    assert mask.k_segments is not None
+    k_ids, order = mask.k_segments.long().sort(1)
+    keep = torch.ones_like(k_ids) if mask.key_keep is None else mask.key_keep.long().gather(1, order)
+    before = torch.nn.functional.pad(keep.cumsum(1), (1, 0))  # kept keys before each place
+    q_ids = mask.q_segments.long().contiguous()
+    first, last = (before.gather(1, torch.searchsorted(k_ids, q_ids, right=right)) for right in (False, True))
+    return (last > first).unsqueeze(1)
 
 
 def _all_see(mask: Mask, q_len: int, k_len: int) -> bool:

@@ -31,6 +31,7 @@ def ids(*rows: list[int]) -> Tensor:
 
 
 Q_IDS, K_IDS = ids([2, -1, 2, 7, FAR], [0, 0, 0, 5, 0]), ids([-1, FAR, 3, 2, 2, -FAR, -1], [4, 4, 4, 4, 4, 4, 4])
+K_SORTED = ids([0, 1, 1, 1, 2, 2, 2], [3, 3, 4, 4, 5, 5, 6])
 HOLES = torch.tensor([[1, 1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 0, 1, 0]]).bool()
 MASKS = {
     "holes": Mask(key_keep=HOLES),
@@ -40,6 +41,8 @@ MASKS = {
     "ids and holes": Mask(key_keep=HOLES, q_segments=Q_IDS % 3, k_segments=(K_IDS % 3).int()),
     "one id": Mask(q_segments=Q_IDS * 0, k_segments=K_IDS * 0),
     "every query its own id": Mask(q_segments=ids([4, 3, 2, 1, 0], [0, 1, 2, 3, 4]), k_segments=K_IDS % 5),
+    "sorted ids": Mask(q_segments=ids([0, 0, 1, 1, 2], [3, 3, 3, 4, 5]), k_segments=K_SORTED),
+    "sorted ids, the last of no query": Mask(q_segments=ids([0, 0, 1, 1, 2], [3, 3, 3, 3, 3]), k_segments=K_SORTED),
     "nothing": Mask(),
 }
 
@@ -84,6 +87,18 @@ def test_no_sequence_lacks_queries_and_all_are_told_of(mask: str) -> None:
     assert int(k_lens.max()) <= found.k_most
     told = kept_shapes(MASKS[mask], q, k)
     assert [(x.shape, x.dtype, x.device) for x in told] == [(x.shape, x.dtype, x.device) for x in kept]
+
+
+def test_tokens_that_are_in_order_stay_where_they_are() -> None:
+    q, k, _ = tensors()
+    whole = ids([0, 0, 1, 1, 2], [3, 3, 3, 4, 5])
+    found, _ = packing(Mask(q_segments=whole, k_segments=K_SORTED.clamp(max=5)), q, k)
+    assert (found.q_order, found.k_order, found.leaves_keys) == (None, None, False)
+    found, _ = packing(MASKS["sorted ids, the last of no query"], q, k)
+    assert (found.q_order, found.k_order, found.leaves_keys) == (None, None, True)
+    found, _ = packing(MASKS["ids in any order, of int32 and int64"], q, k)
+    assert found.q_order is not None
+    assert found.k_order is not None
 
 
 def test_backward_waits_for_nothing_that_forward_found() -> None:

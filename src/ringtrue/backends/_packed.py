@@ -3,7 +3,8 @@
 A sequence is what may attend to each other: a sample, or all of a sample that has one id. Queries are sorted by sample
 and id, stably; keys likewise, and those that no query may see (padding, ids that no query has) come after the last
 sequence, where no kernel looks. How many sequences there are is known only on the device: `Segments` wait for it, once
-a call, and backward finds it in `saved`. Without ids there is one sequence a sample, and nothing to wait for.
+a call, and learn at once whether anything has to move at all; backward finds both in `saved`. Without ids there is one
+sequence a sample, and nothing to wait for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Packing(NamedTuple):
     q_order, k_order  (B * S,) int64: which token, counted through all samples, stands at each place; None = as it was
     q_ends, k_ends    (sequences + 1,) int32: 0, and where each sequence ends (`cu_seqlens`)
     q_most, k_most    no sequence has more queries or keys
+    leaves_keys       some keys may be in no sequence
     """
 
     q_order: Tensor | None
@@ -31,6 +33,7 @@ class Packing(NamedTuple):
     k_ends: Tensor
     q_most: int
     k_most: int
+    leaves_keys: bool = False
 
     @property
     def kernel_arguments(self) -> tuple[Tensor, Tensor, int, int]:
@@ -56,7 +59,7 @@ class Packing(NamedTuple):
 
     def keys_back(self, x: Tensor, batch: int) -> Tensor:
         """(B * Sk, H, D) -> (B, Sk, H, D), 0 for keys in no sequence, whatever a kernel left there."""
-        if self.k_order is not None:
+        if self.leaves_keys:
             places = torch.arange(x.shape[0], device=x.device)
             x = x.masked_fill((places >= self.k_ends[-1])[:, None, None], 0.0)
         return _back(x, self.k_order, 0).unflatten(0, (batch, -1))
@@ -73,9 +76,10 @@ def packing(mask: Mask, q: Tensor, k: Tensor, saved: tuple[Tensor, ...] = ()) ->
         return Packing(None, None, _steps(batch, q_len, q), _steps(batch, k_len, q), q_len, k_len), ()
     saved = saved or (_padded(mask, q) if mask.q_segments is None else _by_ids(mask))
     q_order, k_order, q_ends, k_ends, counts = saved
-    number, q_most, k_most = counts.tolist()  # on the CPU already
+    number, q_most, k_most, q_moves, k_moves, leaves = counts.tolist()  # on the CPU already
+    orders = (q_order if q_moves else None, k_order if k_moves else None)
     ends = (q_ends[: number + 1], k_ends[: number + 1])
-    return Packing(q_order if q_order.numel() else None, k_order, *ends, q_most, max(k_most, 1)), saved
+    return Packing(*orders, *ends, q_most, max(k_most, 1), bool(leaves)), saved
 
 
 def kept_shapes(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +90,7 @@ def kept_shapes(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     sorts = mask.q_segments is not None
     ends = (queries if sorts else q.shape[0]) + 1
     sizes = ((queries if sorts else 0, torch.int64), (keys, torch.int64), (ends, torch.int32), (ends, torch.int32))
-    return (*(q.new_empty(size, dtype=dtype) for size, dtype in sizes), torch.empty(3, dtype=torch.int64, device="cpu"))
+    return (*(q.new_empty(size, dtype=dtype) for size, dtype in sizes), torch.empty(6, dtype=torch.int64, device="cpu"))
 
 
 def _reorders(mask: Mask) -> bool:
@@ -100,7 +104,7 @@ def _padded(mask: Mask, q: Tensor) -> tuple[Tensor, ...]:
     batch, k_len = keep.shape
     sample = torch.arange(batch, device=keep.device).unsqueeze(1)
     sample, k_order = torch.where(keep, sample, batch).flatten().sort(stable=True)
-    counts = torch.tensor([batch, q.shape[1], k_len], device="cpu")
+    counts = torch.tensor([batch, q.shape[1], k_len, 0, 1, 1], device="cpu")
     return q.new_empty(0, dtype=torch.int64), k_order, _steps(batch, q.shape[1], q), _ends(sample, batch), counts
 
 
@@ -132,8 +136,9 @@ def _by_ids(mask: Mask) -> tuple[Tensor, ...]:
                 remedy="leave attention out of the captured graph, or use a backend that takes segments as a mask",
             )
         )
-    counts = torch.stack((number[-1] + 1, q_ends.diff().amax(), k_ends.diff().amax())).cpu()
-    return q_order, k_order, q_ends, k_ends, counts
+    moves = [(order.diff() != 1).any() for order in (q_order, k_order)]  # from 0 on, as both are permutations
+    counts = (number[-1] + 1, q_ends.diff().amax(), k_ends.diff().amax(), *moves, k_ends[-1] < k_ids.numel())
+    return q_order, k_order, q_ends, k_ends, torch.stack([n.long() for n in counts]).cpu()
 
 
 def _ends(number: Tensor, most: int) -> Tensor:
