@@ -2,8 +2,8 @@
 
 Read in torch_xla 2.9.0 (torch_xla/experimental/custom_kernel.py, whose public `flash_attention` is an autograd
 function around these two) and in jax 0.7.1, whose kernels they run
-(jax/experimental/pallas/ops/tpu/flash_attention.py). 2.9.0 is the last release; it is built for torch 2.9, so that
-with a newer torch its import fails unless it is built anew, and the reason says so.
+(jax/experimental/pallas/ops/tpu/flash_attention.py). 2.9.0 is the last release; it is built for torch 2.9, and its
+import fails beside torch 2.13 (an undefined symbol), as the reason then says.
 
 (B, H, S, D); D is below 128 or a multiple of it, of which 64 and 128 are claimed. In place of lse come the sum l above
 the maximum m of each row, (B, H, Sq) float32: lse = m + log(l); backward takes lse for m and 1 for l. Causal is
