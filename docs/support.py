@@ -48,7 +48,8 @@ head dim are within a factor of 4 of a measured shape, of the same dtype and cau
 else is declared behind it; what was wrong here is left out, what raised comes last, and kernels that may be downloaded
 are not measured. The file is keyed by the device and the versions of ringtrue, torch, cuDNN and every package that a
 backend needs: with others it is not used. A file that cannot be read is not used either, with one warning. `explain`
-tells all of this. Ranks may have different files: that of rank 0 counts, and none where nothing is exchanged.
+tells all of this. Ranks may have different files: that of rank 0 counts, and none where nothing is exchanged (under
+`parallelize`, too). Times within 3 % of the fastest count as equal.
 
 | device | calls | order | measured on |
 | -- | -- | -- | -- |

@@ -152,7 +152,10 @@ def test_the_fastest_first_and_what_is_much_slower_is_not_measured_again(
 ) -> None:
     install(*(named(name) for name in "ba"))
     assert [(o.backend, o.seconds) for o in tunes.measure(SHAPE, "cpu", 0.01)] == [("a", 1.0), ("b", 2.0)]
+    monkeypatch.setattr(tunes, "TIE", 2.0)  # then both are as fast, and the registry's order holds
+    assert [(o.backend, o.seconds) for o in tunes.measure(SHAPE, "cpu", 0.01)] == [("b", 2.0), ("a", 1.0)]
     monkeypatch.setattr(tunes, "SLOW", 1.5)
+    monkeypatch.setattr(tunes, "TIE", 1.0)
     assert [(o.backend, o.state) for o in tunes.measure(SHAPE, "cpu", 0.01)] == [("a", "right"), ("b", "slow")]
 
 

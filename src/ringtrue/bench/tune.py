@@ -6,6 +6,7 @@ What is wrong, or raises, gets no time. A kernel that may be downloaded is left 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ JUDGED = {
     "cuda": 4096,
 }  # tokens of the call whose first and last head are judged, at most: truth has all weights
 REPETITIONS = 5
+TIE = 1.03
 SLOW = 8.0  # what takes so many times as long as the fastest is not measured again
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -86,7 +88,8 @@ def measure(shape: Shape, device: str, seconds: float, without: Collection[str] 
     times = in_turn(works, device, REPETITIONS, seconds / REPETITIONS) if works else {}
     found |= {name: Outcome(name, each.median) for name, each in times.items()}
     found |= {name: Outcome(name, each, "slow") for name, each in slow.items()}
-    return tuple(sorted(found.values(), key=lambda o: (o.seconds is None, o.seconds or 0.0)))
+    fastest, places = min((t.median for t in times.values()), default=0.0), list(found)
+    return tuple(sorted(found.values(), key=lambda o: (_rank(o.seconds, fastest), places.index(o.backend))))
 
 
 def remembered(shape: Shape, outcomes: Sequence[Outcome]) -> rt.tuned.Measured:
@@ -103,6 +106,11 @@ def remembered(shape: Shape, outcomes: Sequence[Outcome]) -> rt.tuned.Measured:
         failed={o.backend: o.why for o in outcomes if o.state == "error"},
         seconds=times,
     )
+
+
+def _rank(seconds: float | None, fastest: float) -> float:
+    """What outcomes are sorted by: those nearly as fast as the fastest are alike, and keep the registry's order."""
+    return math.inf if seconds is None else max(seconds, TIE * fastest)
 
 
 class _Judged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from typing import Annotated, Any
 
 import torch
@@ -48,8 +49,10 @@ def tune(
 ) -> None:
     """Judge and time every backend that fits, forward with backward, and remember the order for auto on this machine.
 
-    The file is keyed by device and versions; RINGTRUE_TUNED names another one, or is off. Exit 0: measured. 1:
-    measured, and a backend was wrong (it is left out). 2: bad usage. 3: nothing could be measured, or not remembered.
+    The file is keyed by device and versions; RINGTRUE_TUNED names another one, or is off.
+
+    Exit 0: measured. 1: measured, and a backend was wrong (it is left out). 2: bad usage. 3: nothing could be measured,
+    or not remembered.
     """  # fmt: skip
     device = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual_heads, usual_dim, usual_dtype = DEFAULTS[device]
@@ -100,7 +103,7 @@ def show(outcomes: tuple[tunes.Outcome, ...], console: Console) -> None:
     timed = [outcome for outcome in outcomes if outcome.seconds is not None]
     for outcome in timed:
         assert outcome.seconds is not None
-        ratio = outcome.seconds / (timed[0].seconds or outcome.seconds)
+        ratio = outcome.seconds / min(each.seconds or math.inf for each in timed)
         grid.add_row(outcome.backend, f"{outcome.seconds * 1e3:.3f}", f"{ratio:.2f}")
     if timed:
         console.print(grid)
@@ -136,7 +139,7 @@ def _remember(found: Figures, device: str, console: Console) -> str:
         say(console, f"\nwhat was in {path} could not be read, and is gone")
     say(
         console,
-        f"\nremembered: {path}. auto takes this order on this machine, as explain says; {rt.tuned.VARIABLE}=off: not",
+        f"\nremembered: {path}. auto takes this order here, as explain says; {rt.tuned.VARIABLE}=off switches it off",
     )
     return str(path)
 
