@@ -12,12 +12,15 @@ import torch
 
 from contract.subjects import verdicts
 from ringtrue.audit.cases import case
-from ringtrue.backends import _flex_mods, flex
+from ringtrue.audit.inputs import Case
+from ringtrue.backends import _flex_compiled, _flex_mods, flex
+from ringtrue.backends._flex_blocks import block_mask, seen_and_full
+from ringtrue.contract import Mask
 from ringtrue.edge import edge
+from ringtrue.masks import allowed
 
 Broken = Callable[..., Any]
 OPS = flex.ops()
-LSE, GRAD_LSE = 4, 6  # places among the arguments of backward
 
 
 def before(**change: Callable[[Any], Any]) -> Broken:
@@ -94,3 +97,79 @@ def test_a_private_function_that_moved_is_a_reason(name: str, found: Any, monkey
     assert reason is not None
     assert (reason.code, reason.limit) == ("schema-moved", ", ".join(flex.ARGUMENTS[name]))
     assert reason.value == ("absent" if found is None else "query, key")
+
+
+def ids(batch: int, length: int, of_each: int) -> torch.Tensor:
+    """Segments of `of_each` tokens."""
+    return (torch.arange(length) // of_each).expand(batch, -1)
+
+
+PLACES = {
+    "causal": (300, 300, Mask(causal=0)),
+    "causal, other lengths": (100, 520, Mask(causal=200)),
+    "causal from later queries on": (400, 130, Mask(causal=-140)),
+    "window": (384, 384, Mask(causal=0, since=-150)),
+    "window to later keys": (256, 500, Mask(causal=290, since=129)),
+    "segments": (300, 300, Mask(q_segments=ids(2, 300, 70), k_segments=ids(2, 300, 70))),
+    "one segment": (256, 256, Mask(q_segments=ids(1, 256, 256), k_segments=ids(1, 256, 256))),
+    "segments out of order": (256, 256, Mask(q_segments=ids(1, 256, 256), k_segments=ids(1, 256, 100).flip(1))),
+    "key padding": (130, 390, Mask(key_keep=torch.arange(390) < torch.tensor([[390], [129], [0]]))),
+    "bool": (256, 300, Mask(dense=(ids(1, 256, 60)[:, :, None] != ids(1, 300, 100)[:, None]).unsqueeze(1))),
+    "bool of keys": (256, 300, Mask(dense=(torch.arange(300) > 128)[None, None, None])),
+    "bool of heads": (130, 256, Mask(dense=torch.tensor([True, False])[None, :, None, None])),
+}
+PLACES["all"] = (300, 300, replace(PLACES["segments"][2], causal=5, since=-200, dense=torch.ones(1, 2, 1, 300) > 0))
+
+
+def by_block(mask: Mask, q_len: int, k_len: int, how: str) -> torch.Tensor:
+    """What the mask written out says of each block: whether any, or all, of it is seen; all: never of a cut one."""
+    seen = allowed(mask, q_len, k_len, torch.device("cpu"))
+    assert seen is not None
+    seen = seen.expand(*seen.shape[:2], q_len, k_len)
+    missing = (0, -k_len % 128, 0, -q_len % 128)
+    seen = torch.nn.functional.pad(seen, missing).unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
+    return getattr(getattr(seen, how)(5), how)(3)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_blocks_are_those_of_the_mask(name: str) -> None:
+    """Whatever is seen lies in a block that is looked at, and a block without the function is seen in full."""
+    q_len, k_len, mask = PLACES[name]
+    seen, full = seen_and_full(mask, q_len, k_len, torch.device("cpu"))
+    every, whole = by_block(mask, q_len, k_len, "any"), by_block(mask, q_len, k_len, "all")
+    assert not (every & ~seen).any()
+    assert not (full & ~whole).any()
+    if name not in ("segments out of order", "all"):  # there some blocks are looked at in vain
+        assert torch.equal(seen.expand_as(every), every)
+        assert torch.equal(full.expand_as(whole), whole)
+
+
+def test_torchs_block_mask_has_these_blocks() -> None:
+    q_len, k_len, mask = PLACES["window"]
+    tensors = block_mask(mask, q_len, k_len, torch.device("cpu"))
+    seen, full = seen_and_full(mask, q_len, k_len, torch.device("cpu"))
+    assert tensors[-2:] == (128, 128)
+    listed = [torch.zeros_like(seen) for _ in range(4)]
+    for found, (number, places) in zip(listed, zip(tensors[:8:2], tensors[1:8:2], strict=True), strict=True):
+        for row in range(number.shape[-1]):
+            found[0, 0, row, places[0, 0, row, : number[0, 0, row]].long()] = True
+    of_queries, of_queries_full, of_keys, of_keys_full = listed
+    assert torch.equal(of_queries | of_queries_full, seen)
+    assert torch.equal(of_queries_full, full)
+    assert torch.equal(of_keys.mT, of_queries)
+    assert torch.equal(of_keys_full.mT, of_queries_full)
+
+
+def test_compiled_calls_are_right_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair of CUDA, its two graphs run by torch as they are; other lengths and ends need no others."""
+    monkeypatch.setattr(_flex_compiled, "COMPILER", "aot_eager")
+    kernel = flex.BACKEND.pairs["cuda"]
+    pair = edge(replace(kernel, claims=replace(kernel.claims, min_capability=None)))
+    counted = torch._dynamo.utils.counters["stats"]
+    tried = Case("compiled", 300, 500, mask="keep_ragged+bias_infinite", causal=10, softcap=2.0, grad_lse=True)
+    tried = replace(tried, batch=1, heads=2, kv_heads=1)
+    graphs = counted["unique_graphs"]
+    for other in (tried, replace(tried, q_len=150, k_len=700, causal=-3)):
+        found = verdicts(pair, other, "cpu")
+        assert all(v.ok for v in found), "\n".join(map(str, found))
+        assert counted["unique_graphs"] - graphs == 2

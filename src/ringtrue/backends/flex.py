@@ -1,27 +1,35 @@
 """torch's FlexAttention: the kernels that it writes for a mask and a change of scores given as functions of the place.
 
 The pair calls the two higher order ops below torch.nn.attention.flex_attention, so that backward takes an out and lse
-from more keys. They are private: pinned by their arguments, the same in torch 2.11 to 2.13. Seen there: (B, H, S, D),
-any strides; lse, float32, counts in base 2, in both ops; so does a gradient of lse; a row that sees nothing is 0 with
-lse -inf; grouped heads and D != Dv as they are. The block mask goes as a tuple whose last item is the mask's function.
+from more keys. They are private: pinned by their arguments, the same in torch 2.11 to 2.13. Seen there: (B, H, S, D);
+lse, float32, counts in base 2, in both ops, and so does a gradient of lse (at 1e6 that costs float32's last bits); a
+row that sees nothing is 0 with lse -inf; grouped heads and D != Dv as they are; head dims from 16 on where compiled.
+The block mask goes as a tuple whose last item is the mask's function.
 
-On a CPU the ops are called as they are: torch holds all scores there and runs the functions under vmap, in float32 but
-for the two products with 16-bit inputs. Compiled, torch has no backward there.
+On CUDA the ops are compiled to Triton kernels by torch.compile, in seconds: once for each kind of mask, softcap,
+scale, dtype, head dim and number of heads, whatever the lengths, and skip blocks that a causal limit, a window,
+segments, a key mask or a bool mask hides. On a CPU they are called as they are: torch holds all scores there and runs
+the functions under vmap, in float32 but for products with 16-bit inputs. Compiled, torch has no backward there.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Reason, Wanted
+from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
+from ..optional import why_not
+from . import _flex_compiled
+from ._flex_blocks import block_mask
 from ._flex_mods import Mods, mods_of, ops
 
 LN2 = math.log(2.0)
+TRITON = Package("triton", "pip install triton, the release that this torch was built with")
 ARGUMENTS = {
     "flex_attention": (
         "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers",
@@ -35,12 +43,11 @@ ARGUMENTS = {
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
-    """One call of the op."""
+    """One call of the op as it is."""
     mods = mods_of(mask, options, q.device)
     out, lse, _ = ops().flex_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), mods.score, _places(mods), options.scale, {}, mods.score_tensors,
-        mods.mask_tensors,
-    )  # fmt: skip
+        *_heads_first(q, k, v), mods.score, _places(mods), options.scale, {}, mods.score_tensors, mods.mask_tensors
+    )
     return ForwardOut(out.transpose(1, 2), lse * LN2)
 
 
@@ -58,13 +65,60 @@ def backward(
     options: Options,
     wanted: Wanted,
 ) -> Grads:
-    """One call of the op; all of dq, dk, dv come together."""
+    """One call of the op as it is; all of dq, dk, dv come together."""
     mods = mods_of(mask, options, q.device)
     grads = ops().flex_attention_backward(
-        *(x.transpose(1, 2) for x in (q, k, v, out)), lse / LN2, grad_out.transpose(1, 2),
-        None if grad_lse is None else grad_lse * LN2, mods.score, mods.back, _places(mods), options.scale, {},
+        *_given(grad_out, grad_lse, q, k, v, out, lse), mods.score, mods.back, _places(mods), options.scale, {},
         mods.score_tensors, mods.mask_tensors,
     )  # fmt: skip
+    return _wanted(grads, wanted)
+
+
+def compiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
+    """One call of the kernel that was compiled for such calls."""
+    mods = mods_of(mask, options, q.device)
+    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device)
+    out, lse = _flex_compiled.forward(
+        mods.kind, options.scale, _heads_first(q, k, v), blocks, mods.score_tensors, mods.mask_tensors
+    )
+    return ForwardOut(out.transpose(1, 2), lse * LN2)
+
+
+def compiled_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    rng: Tensor | None,
+    saved: tuple[Tensor, ...],
+    options: Options,
+    wanted: Wanted,
+) -> Grads:
+    """One call of the kernel that was compiled for such calls; all of dq, dk, dv come together."""
+    mods = mods_of(mask, options, q.device)
+    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device)
+    given = _given(grad_out, grad_lse, q, k, v, out, lse)
+    grads = _flex_compiled.backward(mods.kind, options.scale, given, blocks, mods.score_tensors, mods.mask_tensors)
+    return _wanted(grads, wanted)
+
+
+def _given(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor | None, ...]:
+    """q, k, v, out, lse, grad_out and the gradient of lse as backward has them; kernels read lse without strides."""
+    base_2 = (lse / LN2).contiguous()
+    return *_heads_first(q, k, v, out), base_2, grad_out.transpose(1, 2), None if grad_lse is None else grad_lse * LN2
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _wanted(grads: tuple[Tensor, ...], wanted: Wanted) -> Grads:
     return Grads(*(x.transpose(1, 2) if w else None for x, w in zip(grads[:3], wanted[:3], strict=True)))
 
 
@@ -85,6 +139,11 @@ def moved() -> Reason | None:
     return None
 
 
+def unavailable(device: str) -> Reason | None:
+    """Why it cannot run here."""
+    return moved() or (why_not(TRITON) if device == "cuda" else None)
+
+
 CPU = Claims(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
     masks=frozenset({"dense_bool", "dense_float", "key_keep", "key_bias", "segments", "window"}),
@@ -96,9 +155,21 @@ CPU = Claims(
     dlse=True,
     arithmetic="16-bit",
 )
+CUDA = replace(
+    CPU,
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    min_capability=(8, 0),
+    max_head_dim=256,
+    head_dim_multiple=16,
+    any_strides=False,
+    stride_multiple=8,
+)
 BACKEND = Backend(
     "flex",
     "torch's FlexAttention",
-    {"cpu": OpPair("flex", forward, backward, CPU)},
-    lambda device: moved(),
+    {
+        "cpu": OpPair("flex", forward, backward, CPU),
+        "cuda": OpPair("flex", compiled_forward, compiled_backward, CUDA),
+    },
+    unavailable,
 )
