@@ -187,7 +187,7 @@ class pygraph:  # noqa: N801
 
     def execute(
         self,
-        tensor_dict: dict[int, Tensor],
+        tensor_dict: dict[int, Tensor] | tuple[Tensor, ...],
         workspace: Any = None,
         handle: Handle | None = None,
         override_uids: Any = None,
@@ -199,6 +199,8 @@ class pygraph:  # noqa: N801
         assert isinstance(handle, Handle)
         assert workspace.numel() == 16
         assert self._node is not None
+        if tensor_uids is not None:
+            tensor_dict = dict(zip(tensor_uids, tensor_dict, strict=True))
         missing = [x.uid for x in self._declared if x.uid not in tensor_dict]
         if missing:
             raise ValueError(f"the variant pack is missing a buffer for tensor uid {missing[0]}")
@@ -267,7 +269,10 @@ def _validate(given: dict[str, Any]) -> None:
         _require(given["generate_stats"] is True, "stats are wanted")
     else:
         _require((q_len, k_len) != (1, 1), "s_q = s_kv = 1 is not supported")
-        _require(given["dBias"] is None or given["dBias"].dim[2:] == [q_len, k_len], "dBias")
+        d_bias = given["dBias"]
+        if d_bias is not None:
+            _require(d_bias.dim[2:] == [q_len, k_len] and d_bias.stride[2] == k_len, "dBias")
+            _require(q_len % 128 == k_len % 128 == 0, "dBias")
     _require(given["stats"].dim == [batch, heads, q_len, 1], "stats")
     packed = [heads * q_len, q_len, 1, 1]  # asked of dims of size 1 too
     _require("dO" not in given or given["stats"].stride == packed, "Stats must be a packed BHSD tensor")

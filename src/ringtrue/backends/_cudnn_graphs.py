@@ -56,8 +56,11 @@ class Call:
 
 def everything(call: Call) -> Hashable:
     """All that is baked into the graph of a call."""
-    tensors = call.tensors.items()
-    return (call.node, call.attributes, *((name, x.device, x.dtype, x.shape, strides(x)) for name, x in tensors))
+    tensors = call.tensors
+    return (
+        call.node, call.attributes, call.inputs["q"].device, tuple(tensors),
+        *((x.dtype, x.shape, x.stride()) for x in tensors.values()),
+    )  # fmt: skip
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
@@ -79,13 +82,12 @@ class Graphs:
     def run(self, call: Call) -> None:
         """Fills the outputs of the call, on the current stream of their device. UnsupportedError where cuDNN has no
         plan for it."""
-        cudnn = self._load()
-        device = call.inputs["q"].device
-        with torch.cuda.device_of(call.inputs["q"]):
-            handle = self._handle(cudnn, device)
-            graph = self._graph(cudnn, handle, call)
-            space = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
-            graph.execute(dict(enumerate(call.tensors.values(), 1)), space, handle=handle)
+        cudnn, tensors = self._load(), tuple(call.tensors.values())
+        with torch.cuda.device_of(tensors[0]):
+            handle = self._handle(cudnn, tensors[0].device)
+            graph, size, uids = self._plan(cudnn, handle, call)
+            space = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+            graph.execute(tensors, space, handle=handle, tensor_uids=uids)
 
     def _handle(self, cudnn: Any, device: torch.device) -> Any:
         """This thread's handle for a device, on its current stream."""
@@ -96,16 +98,25 @@ class Graphs:
             cudnn.set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
         return handles[device]
 
-    def _graph(self, cudnn: Any, handle: Any, call: Call) -> Any:
-        """The graph of the call's key; the one not used for longest makes room for a new one."""
-        graphs = self._own.__dict__.setdefault("graphs", OrderedDict())
+    def _plan(self, cudnn: Any, handle: Any, call: Call) -> Plan:
+        """What runs the call, by its key; the plan not used for longest makes room for a new one."""
+        plans = self._own.__dict__.setdefault("plans", OrderedDict())
         key = self._key(call)
-        if key not in graphs:
-            graphs[key] = planned(cudnn, handle, call)
-            if len(graphs) > MOST:
-                graphs.popitem(last=False)
-        graphs.move_to_end(key)
-        return graphs[key]
+        if key not in plans:
+            graph = planned(cudnn, handle, call)
+            plans[key] = Plan(graph, graph.get_workspace_size(), tuple(range(1, len(call.tensors) + 1)))
+            if len(plans) > MOST:
+                plans.popitem(last=False)
+        plans.move_to_end(key)
+        return plans[key]
+
+
+class Plan(NamedTuple):
+    """A graph that is ready to run, the bytes it works in, and the uids of its tensors in the order of a call's."""
+
+    graph: Any
+    size: int
+    uids: tuple[int, ...]
 
 
 def planned(cudnn: Any, handle: Any, call: Call) -> Any:

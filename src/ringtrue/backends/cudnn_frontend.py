@@ -14,11 +14,13 @@ does not. No Python kernel of the package is ever taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
 from ..optional import loaded, why_not
@@ -34,6 +36,7 @@ PACKAGE = Package(
     attributes=("pygraph", "create_handle", "set_stream", "backend_version", "cudnnGraphNotSupportedError"),
 )
 CUDNN_AT_LEAST = 91900
+TILE = 128  # the gradient of a bias is given for lengths that are multiples
 
 CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -43,14 +46,16 @@ CLAIMS = Claims(
     causal="ahead",
     min_capability=(9, 0),
     max_capability=(9, 0),
-    max_head_dim=128,
+    max_head_dim=256,
+    max_dropout_head_dim=128,
+    max_deterministic_head_dim=128,
     head_dim_multiple=8,
     gqa=True,
     value_dim=True,
     key_tile=64,
     any_scale=False,
     dropout=True,
-    dbias=False,
+    dbias=True,
     arithmetic="16-bit",
 )
 
@@ -67,6 +72,11 @@ def _forward(
     graphs: Graphs, q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options
 ) -> ForwardOut:
     """One graph, which fills buffers of ours."""
+    if options.dropout_p and mask.dense is not None:  # what is dropped hangs on the lengths: the same in backward
+        tiled = _tiled(q, k, v, mask)
+        if tiled.q is not q or tiled.k is not k:
+            result = _forward(graphs, *tiled, rng, options)
+            return result._replace(out=result.out[:, : q.shape[1]], lse=result.lse[:, :, : q.shape[1]])
     batch, q_len, heads, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1])
     stats = q.new_empty(batch, heads, q_len, 1, dtype=torch.float32)
@@ -91,15 +101,56 @@ def _backward(
     wanted: Wanted,
 ) -> Grads:
     """One graph; all of dq, dk, dv come together, the gradient of the bias where it is wanted."""
+    if mask.dense is not None and (options.dropout_p or wanted.bias):
+        tiled = _tiled(q, k, v, mask)
+        if tiled.q is not q or tiled.k is not k:
+            more = tiled.q.shape[1] - q.shape[1]
+            grad_out, out = (_longer(x, more) for x in (grad_out, out))
+            lse = functional.pad(lse, (0, more), value=float("inf"))  # no part in any gradient
+            longer = _backward(graphs, grad_out, None, *tiled, out, lse, rng, (), options, wanted)
+            return _cut(longer, q.shape[1], k.shape[1])
     inputs = {"q": _seen(q), "k": _seen(k), "v": _seen(v), "o": _seen(out), "dO": _seen(grad_out)}
     inputs |= {"stats": lse.contiguous().unsqueeze(-1), **_beside(q, k, mask, rng, options)}
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    d_bias = _gradient_of(mask.dense, q, k) if wanted.bias and mask.dense is not None else None
+    d_bias = None
+    if wanted.bias and mask.dense is not None:  # summed by the kernel over batch and heads, by the edge over queries
+        d_bias = mask.dense.new_empty(*mask.dense.shape[:2], q.shape[1], k.shape[1])
     attributes = _attributes(mask, options)._replace(deterministic=options.deterministic)
     outputs = dict(zip(("dQ", "dK", "dV"), map(_seen, grads), strict=True))
     graphs.run(Call("sdpa_backward", inputs, outputs, attributes, {} if d_bias is None else {"dBias": d_bias}))
     dq, dk, dv = (grad if w else None for grad, w in zip(grads, wanted[:3], strict=True))
     return Grads(dq, dk, dv, d_bias)
+
+
+class Tiled(NamedTuple):
+    """A call with more queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tiled:
+    """With zeros behind, as many as make the lengths those that the gradient of a bias is given for; the bias hides the
+    new keys."""
+    queries, keys = -q.shape[1] % TILE, -k.shape[1] % TILE
+    dense = mask.dense
+    if dense is not None and (queries or keys):
+        dense = dense.expand(-1, -1, q.shape[1], -1)
+        dense = functional.pad(functional.pad(dense, (0, keys), value=float("-inf")), (0, 0, 0, queries))
+    return Tiled(_longer(q, queries), _longer(k, keys), _longer(v, keys), replace(mask, dense=dense))
+
+
+def _longer(x: Tensor, more: int) -> Tensor:
+    return functional.pad(x, (0, 0, 0, 0, 0, more)) if more else x
+
+
+def _cut(grads: Grads, q_len: int, k_len: int) -> Grads:
+    """Of such a call, those of the queries and keys that there are."""
+    lengths = (q_len, k_len, k_len)
+    dq, dk, dv = (None if x is None else x[:, :n] for x, n in zip(grads[:3], lengths, strict=True))
+    return Grads(dq, dk, dv, None if grads.dbias is None else grads.dbias[:, :, :q_len, :k_len])
 
 
 def _seen(x: Tensor) -> Tensor:
@@ -124,14 +175,6 @@ def _beside(q: Tensor, k: Tensor, mask: Mask, rng: Tensor | None, options: Optio
         lengths = [torch.full((q.shape[0], 1, 1, 1), x.shape[1], dtype=torch.int32, device=q.device) for x in (q, k)]
         found |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
     return found
-
-
-def _gradient_of(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Room for the gradient of a bias: the kernel sums over the batch and heads that the bias does not have, and the
-    edge over queries; rows start at a multiple of 8 elements."""
-    batch, heads = bias.shape[:2]
-    room = bias.new_empty(batch, heads, q.shape[1], -(-k.shape[1] // 8) * 8)
-    return room[..., : k.shape[1]]
 
 
 def unavailable(device: str) -> Reason | None:
