@@ -207,6 +207,28 @@ def test_the_contract_finds_a_broken_module(mutant: str) -> None:
     assert all(v.ok for v in verdicts(edge(around()), tried, "cpu"))
 
 
+LENGTHS = replace(case("dropout-gqa-masked"), mask="float_input:hqk", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mask", ["float_input:hqk", "float_input:k", "float_input:bqk"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_gradient_of_a_bias_at_lengths_for_which_cudnn_gives_none(mask: str, dropout: float) -> None:
+    """Made longer in backward, and with dropout in forward too: what is dropped hangs on the lengths."""
+    tried = replace(LENGTHS, mask=mask, dropout=dropout)
+    assert all(v.ok for v in verdicts(edge(around()), tried, "cpu"))
+
+
+def test_lengths_that_are_other_in_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = around()
+
+    def as_they_are(*call: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(cudnn_frontend, "TILE", 1)
+            return pair.forward(*call)
+
+    assert not all(v.ok for v in verdicts(edge(replace(pair, forward=as_they_are)), LENGTHS, "cpu"))
+
+
 def test_graphs_are_kept_by_thread_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     built, handles = [], []
 
