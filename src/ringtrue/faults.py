@@ -143,6 +143,26 @@ FAULTS: tuple[Fault, ...] = (
         "a backward that is asked for dk or dv without dq raises UnboundLocalError",
         "avoid", "backends/native_xla.py", "https://github.com/pytorch/xla/pull/8671",
     ),
+    Fault(
+        "sage", "cuda", "SageAttention 1.0.6, and the Triton kernels of 2.2.0",
+        "keys that are missing in the last block of 64, of every packed sequence too, count as keys with a score of 0",
+        "avoid", "backends/sage.py", "https://github.com/thu-ml/SageAttention/issues/26",
+    ),
+    Fault(
+        "sage", "cuda", "SageAttention 1.0.6",
+        "the mean of the keys is subtracted in the caller's own key tensor (no report known)",
+        "avoid", "backends/sage.py", "https://github.com/thu-ml/SageAttention/issues/26",
+    ),
+    Fault(
+        "sage", "cuda", "SageAttention 2.2.0",
+        "what smoothing took from lse is given back rounded to 16 bits: a ring is off by more than int8 costs",
+        "avoid", "backends/sage.py", "https://github.com/feifeibear/long-context-attention/pull/127",
+    ),
+    Fault(
+        "sage", "cuda", "SageAttention 1.0.6 to 2.2.0",
+        "elements are counted in 32 bits: tensors that reach over 2**31 of them are read at wrong places",
+        "avoid", "backends/sage.py", "https://github.com/thu-ml/SageAttention/issues/386",
+    ),
 )  # fmt: skip
 
 

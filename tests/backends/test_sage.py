@@ -366,6 +366,24 @@ def test_claims_are_those_of_the_release_that_is_here(monkeypatch: pytest.Monkey
     assert not select.composed(sage.SAGE, "cuda").claims.lse
 
 
+def test_what_reaches_further_than_32_bits_is_copied_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage, "FAR", 100)
+    x = torch.randn(2, 50)
+    assert sage._near(x) is x
+    wide = torch.randn(2, 300)[:, ::3]
+    assert torch.equal(sage._near(wide[:, :50]), wide[:, :50])
+    assert sage._near(wide[:, :50]).is_contiguous()
+    more = torch.randn(2, 51)
+    with refused(rt.UnsupportedError, "32 bits", "100", "102"):
+        sage._near(more)
+    seen = []
+    monkeypatch.setattr(sage, "_near", lambda x: seen.append(x.shape) or x)
+    edge(PAIR).forward(*(torch.randn(1, 8, 2, 64, dtype=BF16) for _ in range(3)), Mask(), None, Options(0.1))
+    packed_pair, y = packed("keep", sageattention_1)
+    whole(packed_pair, y)
+    assert len(seen) == 6
+
+
 def test_what_the_kernel_is_handed() -> None:
     seen: dict[str, Any] = {}
 

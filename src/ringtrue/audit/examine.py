@@ -250,6 +250,8 @@ def _chunk(subject: Subject, check: Check, inputs: Inputs) -> Found:
         raise NotApplicableError("it has no op pair")
     if against := subject.against(call_of(inputs)):  # a pair's functions trust their caller, who asks the claims first
         raise NotApplicableError(against)
+    if not subject.says.lse:
+        raise NotApplicableError("it gives no lse, by which parts are joined")
     middle = check.case.k_len // 2
     result = chunk_law(subject.pair, inputs, [min(1, middle), middle, middle])
     right, yard = _reference(check, inputs)

@@ -15,9 +15,10 @@ every score of a query by the same amount: the weights stay, lse does not. What 
   without. The Triton kernels read scales behind the last block of 128: tokens are added that no query sees.
 - 2.x makes the device of its arguments the current one: put back.
 
-Values and weights are float16, or with the "fp8" kernels 8-bit floats. Values above 65504 are inf in float16. Storage
-of 2**31 elements and more is read at wrong places (SageAttention#386). "backward" of `backend_options` names an exact
-backend for the gradients: see exact.py.
+- The Triton parts of all kernels count elements in 32 bits: what reaches further is copied, or refused.
+
+Values and weights are float16, or with the "fp8" kernels 8-bit floats. Values above 65504 are inf in float16.
+"backward" of `backend_options` names an exact backend for the gradients: see exact.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from . import _hub
 from ._packed import packing
 
 BLOCK, KEYS = 128, 64  # of causal tokens, and of keys, in the Triton kernels
+FAR = 2**31
 
 INSTALL = 'pip install --no-build-isolation "git+https://github.com/thu-ml/SageAttention@v2.2.0"'
 PACKAGE = Package(
@@ -103,7 +105,7 @@ def _call(
     mean = k.mean(1, dtype=torch.float32)
     smooth = (k - mean.unsqueeze(1)).to(k.dtype)  # a tensor of our own: 1.0.6 writes into it
     more = (-keys % (BLOCK if causal else KEYS)) if triton else 0
-    given = (_longer(q, more if causal else 0), _longer(smooth, more), _longer(v, more))
+    given = (_near(_longer(q, more if causal else 0)), _near(_longer(smooth, more)), _near(_longer(v, more)))
     with torch.cuda.device_of(q):
         call = partial(kernel, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True, smooth_k=False)
         result = call(*given)
@@ -127,13 +129,13 @@ def _varlen_forward(
 ) -> ForwardOut:
     """Two calls of the kernel on all sequences of all samples; it returns no lse."""
     packed, _ = packing(mask, q, k)
-    keys, values = packed.keys(k), packed.keys(v)
+    keys, values = packed.keys(k), _near(packed.keys(v))
     with torch.cuda.device_of(q):
         call = partial(
-            load().sageattn_varlen, packed.queries(q), cu_seqlens_q=packed.q_ends, cu_seqlens_k=packed.k_ends,
+            load().sageattn_varlen, _near(packed.queries(q)), cu_seqlens_q=packed.q_ends, cu_seqlens_k=packed.k_ends,
             max_seqlen_q=packed.q_most, max_seqlen_k=packed.k_most, sm_scale=options.scale, smooth_k=False,
         )  # fmt: skip
-        smooth = _without_means(keys, packed.k_ends)
+        smooth = _near(_without_means(keys, packed.k_ends))
         out, share = call(k=smooth, v=values), call(k=smooth, v=torch.ones_like(values))
     out = packed.queries_back((out.float() / share.float()).to(out.dtype), q.shape[0])
     return ForwardOut(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
@@ -159,6 +161,20 @@ def _without_zeros(out: Tensor, lse: Tensor | None, zeros: int, ones: Tensor | N
         return (out.float() / ones.float()).to(out.dtype), None
     less = torch.log1p(-zeros * torch.exp(-lse))
     return (out.float() * torch.exp(-less).transpose(1, 2).unsqueeze(-1)).to(out.dtype), lse + less
+
+
+def _near(x: Tensor) -> Tensor:
+    """x, or a copy of which no element lies FAR from the first; UnsupportedError where it has too many for that."""
+    if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) < FAR:
+        return x
+    if x.numel() > FAR:
+        raise UnsupportedError(
+            message(
+                "SageAttention counts elements in 32 bits", limit=f"{FAR} elements a tensor", value=str(x.numel()),
+                remedy="fewer samples at once, or another backend",
+            )
+        )  # fmt: skip
+    return x.contiguous()
 
 
 def _longer(x: Tensor, more: int) -> Tensor:

@@ -18,7 +18,8 @@ import ringtrue as rt
 from ..audit.subject import Call, Plain, Quantities, Says, Subject, through_autograd, with_leaves
 
 MASKS = {"dense_bool": "bool", "dense_float": "float", "key_keep": "key_bool", "key_bias": "key_float"}
-RANKS = frozenset({"ulysses", "ring", "both", "uneven", "balanced", "prefix", "replicated"})
+RINGS = frozenset({"ring", "both", "balanced"})
+RANKS = frozenset({"ulysses", "uneven", "prefix", "replicated"}) | RINGS
 
 
 def found(device: str) -> Iterator[Subject]:
@@ -54,7 +55,7 @@ def says_of(claims: rt.Claims) -> Says:
         blind=True,
         deterministic=claims.deterministic,
         arithmetic=claims.arithmetic,
-        ranks=RANKS if claims.backward_from_lse else frozenset(),
+        ranks=RANKS if claims.backward_from_lse and claims.lse else RANKS - RINGS,
     )
 
 
@@ -114,7 +115,11 @@ class Public(Plain):
         return out, lse
 
     def run(self, call: Call) -> Quantities:
-        return through_autograd(self.attend, call) if call.ranks.size == 1 else in_ranks(self.backend, call)
+        return (
+            through_autograd(self.attend, call)
+            if call.ranks.size == 1
+            else in_ranks(self.backend, call, lse=self.says.lse)
+        )
 
     def lines(self, call: Call) -> str:
         extra = "".join(
@@ -197,10 +202,11 @@ def _places(call: Call) -> rt.Causal | rt.Window:
     return rt.Window(None if mask.since is None else -mask.since, mask.causal)
 
 
-def in_ranks(backend: str, call: Call, mesh: object = None) -> Quantities:
+def in_ranks(backend: str | rt.OpPair, call: Call, mesh: object = None, lse: bool = True) -> Quantities:
     """This rank's part of the answer: whole-sized tensors that add up over the ranks (rank 0 alone has out and lse).
 
     mesh: of the ranks, where they are not those of the default process group
+    lse: whether the backend gives one
     """
     ranks, prefix = call.ranks, call.ranks.prefix
     balance = "head_tail" if ranks.balanced else "none"
@@ -227,18 +233,19 @@ def in_ranks(backend: str, call: Call, mesh: object = None) -> Quantities:
     if call.rng is not None:
         torch.manual_seed(int(call.rng[0]))
     where = cp.call(joint_prefix=prefix, kv_replicated=ranks.replicated)
-    out, lse = rt.attention(
+    result = rt.attention(
         mine.query, mine.key, mine.value, mask_of(mine), dropout_p=call.dropout_p, scale=call.scale,
-        softcap=call.softcap, enable_gqa=call.group > 1, return_lse=True, backend=backend, parallel=where,
+        softcap=call.softcap, enable_gqa=call.group > 1, return_lse=lse, backend=backend, parallel=where,
         deterministic=call.deterministic or None,
     )  # fmt: skip
-    out, lse = cp.gather(out, 1, prefix), cp.gather(lse, 2, prefix)
+    out, *sums = result if isinstance(result, tuple) else (result,)
+    out, sums = cp.gather(out, 1, prefix), [cp.gather(x, 2, prefix) for x in sums]
     first = float(cp.rank == 0)  # the objective of one rank is the whole one: others back-propagate zeros
     outputs, upstream = [out], [call.grad_out * first]
     if call.grad_lse is not None:
-        outputs, upstream = [out, lse], [*upstream, call.grad_lse * first]
+        outputs, upstream = [out, *sums], [*upstream, call.grad_lse * first]
     names = [n for n in ("query", "key", "value", "bias") if n in call.wanted]
     found = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream) if names else ()
     grads = dict(zip(names, found, strict=True))
-    ends = (out, lse) if cp.rank == 0 else (torch.zeros_like(out), torch.zeros_like(lse))
-    return Quantities(*(x.detach() for x in ends), *(grads.get(n) for n in ("query", "key", "value", "bias")))
+    ends = [x.detach() if cp.rank == 0 else torch.zeros_like(x) for x in (out, *sums)]
+    return Quantities(ends[0], ends[1] if sums else None, *(grads.get(n) for n in ("query", "key", "value", "bias")))
