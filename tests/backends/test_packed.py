@@ -139,6 +139,14 @@ def test_dropout_of_packed_sequences_is_the_same_in_both_directions() -> None:
     assert float(found.out.float().sum(-1).max()) > 1.05  # some weights were dropped, so others are larger
 
 
+@pytest.mark.parametrize("name", ["keep-ragged", "segments-apart", "gqa"])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_what_is_kept_goes_through_a_compiled_operator(name: str, in_parts: bool) -> None:
+    """The other pairs keep nothing, or tensors of one device."""
+    found = verdicts(edge(PAIR), replace(case(name), dtype=torch.bfloat16), "cpu", in_parts=in_parts, bridge="compiled")
+    assert all(v.ok for v in found), "\n".join(map(str, found))
+
+
 Method = Callable[..., Any]
 packed_sums, packed_keys_back = Packing.sums, Packing.keys_back
 
