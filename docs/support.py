@@ -7,10 +7,13 @@ on; `ringtrue backends` does. tests/test_support.py fails when one of them diffe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import ringtrue as rt
+from ringtrue.backends import REGISTRY
 from ringtrue.cli import claims
+from ringtrue.edge import widened
 from ringtrue.faults import FAULTS
 from ringtrue.order import ROWS, Row
 
@@ -70,6 +73,12 @@ torch's cuDNN fault in fifteen lines: [cudnn_backward_cache.py](cudnn_backward_c
 | -- | -- | -- | -- | -- | -- |
 """
 DEVICES = {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU", "xla": "XLA"}
+
+
+def declared() -> tuple[rt.Support, ...]:
+    """Every backend with the claims of its newest release, whichever is installed here."""
+    whole = {(b.name, device): widened(pair.claims) for b in REGISTRY for device, pair in b.pairs.items()}
+    return tuple(replace(found, claims=whole[found.name, found.device]) for found in rt.backends())
 
 
 def table(supports: Iterable[rt.Support]) -> str:
@@ -186,5 +195,5 @@ def _marked(cell: str) -> str:
 
 if __name__ == "__main__":
     FAULTS_PAGE.write_text(faults_page(), "utf-8")
-    BACKENDS_PAGE.write_text(page(rt.backends()), "utf-8")
-    README.write_text(written(README.read_text("utf-8"), rt.backends()), "utf-8")
+    BACKENDS_PAGE.write_text(page(declared()), "utf-8")
+    README.write_text(written(README.read_text("utf-8"), declared()), "utf-8")

@@ -38,11 +38,11 @@ support = load()
 
 def test_readme_has_the_claims_of_today() -> None:
     """When this fails: read what changed, and if it is meant, run `python docs/support.py`."""
-    assert support.written(README, rt.backends()) == README
+    assert support.written(README, support.declared()) == README
 
 
 def test_the_page_has_the_claims_of_today() -> None:
-    assert support.BACKENDS_PAGE.read_text("utf-8") == support.page(rt.backends())
+    assert support.BACKENDS_PAGE.read_text("utf-8") == support.page(support.declared())
 
 
 def test_every_note_is_on_the_page() -> None:
@@ -50,7 +50,7 @@ def test_every_note_is_on_the_page() -> None:
     notes = list(support.NOTES.glob("*.md"))
     assert notes
     for note in notes:
-        before, _ = support.page(rt.backends()).split(f"\n## {note.stem}\n")
+        before, _ = support.page(support.declared()).split(f"\n## {note.stem}\n")
         assert before.endswith("\n" + note.read_text("utf-8").strip() + "\n"), note.name
 
 
@@ -60,8 +60,8 @@ def both(supports: Sequence[rt.Support]) -> str:
 
 
 def test_every_backend_is_a_row_and_a_section() -> None:
-    table, page = support.table(rt.backends()), support.page(rt.backends())
-    for found in rt.backends():
+    table, page = support.table(support.declared()), support.page(support.declared())
+    for found in support.declared():
         assert f"| `{found.name}` | {found.summary} |" in table
         assert f"\n## {found.name}\n\n{found.summary}\n" in page
         assert all(f"\nNeeds `{package.module}`: {package.install}.\n" in page for package in found.packages)
@@ -69,10 +69,21 @@ def test_every_backend_is_a_row_and_a_section() -> None:
     assert len(width) == 1
 
 
+def test_the_release_that_is_installed_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = both(support.declared())
+    monkeypatch.setattr(rt.api, "_missing", lambda backend, device: None)
+    older = {b.name: b for b in rt.api.REGISTRY}["native_flash"]
+    less = replace(older.pairs["cpu"].claims, lse=False)
+    registry = tuple(replace(b, narrowed=lambda device: less) if b is older else b for b in rt.api.REGISTRY)
+    monkeypatch.setattr(rt.api, "REGISTRY", registry)
+    assert {s.name for s in rt.backends() if not s.claims.lse and s.claims.backward} == {"native_flash"}
+    assert both(support.declared()) == before
+
+
 def test_the_machine_does_not_show() -> None:
     gone = rt.Reason("device", "this machine has no such device")
-    elsewhere = [replace(found, unavailable=gone) for found in rt.backends()]
-    assert both(elsewhere) == both(rt.backends())
+    elsewhere = [replace(found, unavailable=gone) for found in support.declared()]
+    assert both(elsewhere) == both(support.declared())
 
 
 @pytest.mark.parametrize(
@@ -85,13 +96,13 @@ def test_the_machine_does_not_show() -> None:
     ],
 )
 def test_how_a_kernel_was_proven_is_told(verified: str, said: str) -> None:
-    found = replace(rt.backends()[0], verified=verified)
+    found = replace(support.declared()[0], verified=verified)
     assert said in support.table([found])
     assert said.replace("docs/", "") in support.page([found])
 
 
 def test_every_page_that_proves_something_is_there() -> None:
-    for found in rt.backends():
+    for found in support.declared():
         if found.verified not in ("", "stand-in", "every test run"):
             assert (ROOT / found.verified).is_file(), (found.name, found.verified)
 
@@ -110,14 +121,14 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("field", SHOWN)
 def test_no_claim_can_change_unseen(field: str) -> None:
     """Whatever a backend claims less, or more: the table is another one, and the first test fails."""
-    for found in rt.backends():
+    for found in support.declared():
         if field == "bias_dtype" and not {"dense_float", "key_bias"} & found.claims.masks:
             continue  # the dtype of what it does not take
         if field == "backward_from_lse" and not found.claims.lse:
             continue  # it has no lse to give
         changed = replace(found.claims, **{field: other(getattr(found.claims, field))})
-        seen = [replace(s, claims=changed) if s == found else s for s in rt.backends()]
-        assert both(seen) != both(rt.backends()), (found.name, field)
+        seen = [replace(s, claims=changed) if s == found else s for s in support.declared()]
+        assert both(seen) != both(support.declared()), (found.name, field)
 
 
 def test_the_faults_have_the_table_of_today() -> None:
@@ -127,4 +138,4 @@ def test_the_faults_have_the_table_of_today() -> None:
 @pytest.mark.parametrize("text", ["", support.BEGIN, support.END, (support.BEGIN + support.END) * 2])
 def test_a_readme_without_its_markers_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="marker"):
-        support.written(text, rt.backends())
+        support.written(text, support.declared())

@@ -222,12 +222,14 @@ class Support:
 
 
 def backends() -> tuple[Support, ...]:
-    """Every backend on every device it has a kernel for, best first; `claims` with the edge included."""
+    """Every backend on every device it has a kernel for, best first; `claims` with the edge included, and those of the
+    release that is installed."""
     return tuple(_support(b, device, pair.claims) for b in REGISTRY for device, pair in b.pairs.items())
 
 
 def _support(b: Backend, device: str, claims: Claims) -> Support:
     missing, verified, fetches = _missing(b, device), _verified(b, device), b.fetch is not None
+    claims = claims if missing is not None else b.narrowed(device) or claims
     return Support(b.name, device, b.summary, widened(claims), missing, verified, b.packages, fetches)
 
 
