@@ -160,6 +160,8 @@ def test_the_page_says_what_is_and_what_is_not() -> None:
         assert line in text.splitlines(), line
     assert "FSDP2" in text
     assert "of no worth" not in text
+    assert "NAME.svg" not in text
+    assert "](NAME.svg)" in ranks_page.page("NAME", found("cuda"), picture=True)
     assert "of no worth" in ranks_page.page("NAME", found("cpu"))
 
 

@@ -7,7 +7,7 @@ context parallelism. Writes NAME.json and NAME.md after every step; `--only` and
     python docs/verified/ranks.py NAME --only speed --ranks 8     one step on eight GPUs
     python docs/verified/ranks.py NAME --ranks 4                  on fewer GPUs: ranks share them, and no time is taken
     python docs/verified/ranks.py NAME --device cpu --ranks 2 --lengths 256 --heads 4 --dim 32     of this script itself
-    python docs/verified/ranks.py --plot NAME                     NAME.svg from NAME.json
+    python docs/verified/ranks.py --plot NAME                     NAME.svg from NAME.json, and a page that shows it
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backends", type=words, default=list(BACKENDS))
     parser.add_argument("--only", type=words, default=list(STEPS), help=",".join(STEPS))
-    parser.add_argument("--draws", type=int, default=24, help="random calls a mode")
+    parser.add_argument("--draws", type=int, default=12, help="random calls a mode")
     parser.add_argument("--lengths", type=numbers, default=[16384, 65536, 131072])
     parser.add_argument("--heads", type=int, default=24)
     parser.add_argument("--dim", type=int, default=128)
@@ -213,17 +213,19 @@ def main() -> int:
     asked = options()
     path = asked.out / f"{asked.name}.json"
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if asked.plot:
-        path.with_suffix(".svg").write_text(draw(found), "utf-8")
-        return 0
-    asked.out.mkdir(parents=True, exist_ok=True)
+    picture = path.with_suffix(".svg")
 
     def write() -> None:
         path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-        path.with_suffix(".md").write_text(page(asked.name, found), "utf-8")
+        path.with_suffix(".md").write_text(page(asked.name, found, picture.exists()), "utf-8")
 
+    if asked.plot:
+        picture.write_text(draw(found), "utf-8")
+        write()
+        return 0
+    asked.out.mkdir(parents=True, exist_ok=True)
     run(asked, found, write)
-    print(page(asked.name, found))
+    print(path.with_suffix(".md").read_text("utf-8"))
     return 0
 
 

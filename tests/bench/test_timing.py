@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from ringtrue.bench import timing
@@ -27,6 +30,29 @@ def test_a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["b"].over(found["a"]) == 2.0
     measured = "".join(ran[2 * timing.WARM_UP + 2 :])
     assert measured == "aabb" + "bbaa" + "bbaa" + "aabb"
+
+
+def test_ranks_count_by_what_they_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that finds itself four times as fast as the slowest makes as many calls as that one would."""
+    now = [0.0]
+    inside: list[str] = []
+
+    def call() -> None:
+        inside.append("call")
+        now[0] += 0.25
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append("in")
+        now[0] += 100.0  # not measured
+        yield
+        inside.append("out")
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    agreed = lambda seconds: 4 * seconds
+    found = in_turn({"a": call}, "cpu", 1, least_s=2.0, agreed=agreed, around={"a": around}, warm_up=1)
+    assert found["a"] == Times((1.0,), calls=2)
+    assert inside == ["in", "call", "out"] * 2 + ["in", "call", "call", "out"]
 
 
 def test_median_spread_and_ratio() -> None:

@@ -55,14 +55,15 @@ def growths(rows: Sequence[Row]) -> Iterator[tuple[Row, Growth]]:
                 yield row, Growth(name, (ranks, fewer), ratio, most)
 
 
-def page(name: str, found: dict[str, Any]) -> str:
-    """The readable half."""
+def page(name: str, found: dict[str, Any], picture: bool = False) -> str:
+    """The readable half; with NAME.svg in it where there is one."""
     lines = [f"# {name}", "", f"`python docs/verified/ranks.py {name}`", ""]
     lines += [f"- {key}: {value}" for key, value in found["versions"].items()]
     lines += [f"- {ranks} ranks: {over}" for ranks, over in sorted(found.get("over", {}).items())]
     lines += [f"- not here: {', '.join(found['not_here'])}"] if found["not_here"] else []
     for make in (_draws, _rings, _demo, _speed):
         lines += ["", *make(found)]
+    lines += ["", f"![efficiency over the number of GPUs]({name}.svg)"] if picture else []
     lines += ["", "Not here: FSDP2 beside context parallelism. This repository has no integration with it."]
     return "\n".join([*lines, ""])
 

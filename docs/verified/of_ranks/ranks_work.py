@@ -108,7 +108,8 @@ def draws(job: Job, backend: str, mode: Mode, count: int) -> None:
 def rings(job: Job, backend: str) -> None:
     """Errors of one rank alone and of a ring of all, six seeds; reports one row."""
     together, pair = Together(), rt.op_pair(backend, job.device.type)
-    one = errors(pair, 1, BF16, str(job.device))
+    # in-process ranks are threads, and a thread's own GPU is the first
+    one = together.all(None if job.rank else errors(pair, 1, BF16, str(job.device)))[0]
     found = []
     for problem in problems(job.world, BF16, backend):
         results = together.all(play(None, problem, device=job.device))
@@ -221,11 +222,9 @@ def speed(
         rows, works = _tried(job, together, backend, (1, length, heads, dim), names, made)
         job.report({"tokens": length, "trying": ""})
         around = {name: one.around for name, one in made.items()}
-        times = (
-            in_turn(works, job.device.type, repetitions, LEAST_S, together.most, around)
-            if works and repetitions
-            else {}
-        )
+        times = {}
+        if works and repetitions:
+            times = in_turn(works, job.device.type, repetitions, LEAST_S, together.most, around, warm_up=1)
         for name, found in times.items():
             figures = {"ms": found.median * 1e3, "spread": found.spread, "calls": found.calls}
             rows[name] |= {**figures, "seconds": found.seconds}

@@ -50,6 +50,7 @@ def in_turn(
     least_s: float = 0.02,
     agreed: Callable[[float], float] = lambda seconds: seconds,
     around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
+    warm_up: int = WARM_UP,
 ) -> dict[str, Times]:
     """Measure each callable `repetitions` times, in turn, so many calls at a time that the fastest takes `least_s`.
 
@@ -62,7 +63,7 @@ def in_turn(
             return agreed(_seconds(work[name], calls, device))
 
     for name in work:
-        seconds_of(name, WARM_UP)
+        seconds_of(name, warm_up)
     fastest = min(seconds_of(name, 1) for name in work)
     calls = max(1, round(least_s / max(fastest, 1e-9)))
     found: dict[str, list[float]] = {name: [] for name in work}
