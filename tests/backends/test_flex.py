@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import ringtrue as rt
 from contract.subjects import verdicts
 from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
@@ -173,3 +174,18 @@ def test_compiled_calls_are_right_and_compiled_once(monkeypatch: pytest.MonkeyPa
         found = verdicts(pair, other, "cpu")
         assert all(v.ok for v in found), "\n".join(map(str, found))
         assert counted["unique_graphs"] - graphs == 2
+
+
+def test_in_a_graph_of_the_user() -> None:
+    """torch leaves out layers of dispatch in the first run of a compiled graph; the op's functions need them."""
+    q, k, v, g = (torch.randn(2, 9, 2, 8, requires_grad=i < 3) for i in range(4))
+    mask = rt.Causal() & rt.Segments(ids(2, 9, 4))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return rt.attention(q, k, v, mask, backend="flex")
+
+    found = []
+    for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        out = call(q, k, v)
+        found.append((out, *torch.autograd.grad(out, (q, k, v), g)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contract import Mask
+from ._flex_mods import all_layers
 
 BLOCK = 128
 WHOLE = 1 << 30  # torch's size of the one block of a call without a mask
@@ -24,11 +25,13 @@ def block_mask(mask: Mask, q_len: int, k_len: int, device: torch.device) -> tupl
 
     if _hides_nothing(mask):
         one, zero = (torch.full((1,) * n, x, dtype=torch.int32, device=device) for n, x in ((3, 1), (4, 0)))
-        found = BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=WHOLE, seq_lengths=(1, 1))
+        with all_layers():
+            found = BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=WHOLE, seq_lengths=(1, 1))
     else:
         seen, full = seen_and_full(mask, q_len, k_len, device)
         parts = (*_ordered(seen & ~full), *_ordered(full))
-        found = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, seq_lengths=(q_len, k_len))
+        with all_layers():
+            found = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, seq_lengths=(q_len, k_len))
     return tuple(found.as_tuple()[2:-1])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._flex_mods import Kind, mask_mod, ops, score_mod, slope
+from ._flex_mods import Kind, all_layers, mask_mod, ops, score_mod, slope
 
 Tensors = tuple[Any, ...]
 DYNAMIC: bool | None = True  # lengths are symbols from the first call on: one compilation serves them all
@@ -42,7 +42,7 @@ def _run(kind: Kind, scale: float, which: str, given: Tensors, blocks: Tensors, 
     for x in given[:3]:  # heads and head dims are no symbols
         torch._dynamo.mark_static(x, 1)
         torch._dynamo.mark_static(x, 3)
-    with torch.no_grad(), limits:
+    with torch.no_grad(), all_layers(), limits:
         found: Tensors = call(given, blocks[:-2], *tensors)
     return found
 

@@ -25,6 +25,23 @@ def ops() -> ModuleType:
     return importlib.import_module("torch._higher_order_ops.flex_attention")
 
 
+LAYERS = (
+    "Functionalize", "Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", "PreDispatch", "FuncTorchBatched",
+    "FuncTorchVmapMode", "FuncTorchGradWrapper", "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode",
+)  # fmt: skip
+
+
+def all_layers() -> Any:
+    """In it, calls go through every layer of dispatch again, of which vmap and tracing are made.
+
+    The first run of a graph that torch.compile made is watched by torch, which leaves them out for an operator in it.
+    """
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for name in LAYERS:
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
+
+
 class Kind(NamedTuple):
     """What the two functions depend on besides tensors. `full`: which dims of a dense mask are not 1."""
 

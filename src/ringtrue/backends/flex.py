@@ -26,7 +26,7 @@ from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options
 from ..optional import why_not
 from . import _flex_compiled
 from ._flex_blocks import block_mask
-from ._flex_mods import Mods, mods_of, ops
+from ._flex_mods import Mods, all_layers, mods_of, ops
 
 LN2 = math.log(2.0)
 TRITON = Package("triton", "pip install triton, the release that this torch was built with")
@@ -45,9 +45,10 @@ ARGUMENTS = {
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the op as it is."""
     mods = mods_of(mask, options, q.device)
-    out, lse, _ = ops().flex_attention(
-        *_heads_first(q, k, v), mods.score, _places(mods), options.scale, {}, mods.score_tensors, mods.mask_tensors
-    )
+    with all_layers():
+        out, lse, _ = ops().flex_attention(
+            *_heads_first(q, k, v), mods.score, _places(mods), options.scale, {}, mods.score_tensors, mods.mask_tensors
+        )
     return ForwardOut(out.transpose(1, 2), lse * LN2)
 
 
@@ -67,10 +68,11 @@ def backward(
 ) -> Grads:
     """One call of the op as it is; all of dq, dk, dv come together."""
     mods = mods_of(mask, options, q.device)
-    grads = ops().flex_attention_backward(
-        *_given(grad_out, grad_lse, q, k, v, out, lse), mods.score, mods.back, _places(mods), options.scale, {},
-        mods.score_tensors, mods.mask_tensors,
-    )  # fmt: skip
+    with all_layers():
+        grads = ops().flex_attention_backward(
+            *_given(grad_out, grad_lse, q, k, v, out, lse), mods.score, mods.back, _places(mods), options.scale, {},
+            mods.score_tensors, mods.mask_tensors,
+        )  # fmt: skip
     return _wanted(grads, wanted)
 
 
