@@ -123,6 +123,18 @@ def test_segments_in_a_captured_graph_are_refused() -> None:
         _packed._by_ids(MASKS["ids and holes"])
 
 
+@pytest.mark.parametrize(
+    ("mask", "number"), [("nothing", 2), ("holes", 2), ("ids in any order, of int32 and int64", 6)]
+)
+def test_more_sequences_than_a_grid_has_are_refused(mask: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, _ = tensors()
+    monkeypatch.setattr(_packed, "MOST_SEQUENCES", number)
+    packing(MASKS[mask], q, k)
+    monkeypatch.setattr(_packed, "MOST_SEQUENCES", number - 1)
+    with pytest.raises(UnsupportedError, match=rf"value: +{number}\n"):
+        packing(MASKS[mask], q, k)
+
+
 def test_dropout_of_packed_sequences_is_the_same_in_both_directions() -> None:
     """With the mask that was drawn (seen through v = 1 in one channel a key), dv is what that mask says."""
     q, k, v = tensors()

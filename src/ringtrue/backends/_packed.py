@@ -17,6 +17,8 @@ from torch import Tensor
 from ..contract import Mask
 from ..errors import UnsupportedError, message
 
+MOST_SEQUENCES = 65535  # kernels have a sequence a block in the second dim of their grid, which ends there
+
 
 class Packing(NamedTuple):
     """Where the tokens of a call go.
@@ -73,10 +75,12 @@ def packing(mask: Mask, q: Tensor, k: Tensor, saved: tuple[Tensor, ...] = ()) ->
     """Where the tokens go, and what is kept of it for backward (nothing where finding it again is as cheap)."""
     batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
     if not _reorders(mask):
+        _check(batch)
         return Packing(None, None, _steps(batch, q_len, q), _steps(batch, k_len, q), q_len, k_len), ()
     saved = saved or (_padded(mask, q) if mask.q_segments is None else _by_ids(mask))
     q_order, k_order, q_ends, k_ends, counts = saved
     number, q_most, k_most, q_moves, k_moves, leaves = counts.tolist()  # on the CPU already
+    _check(number)
     orders = (q_order if q_moves else None, k_order if k_moves else None)
     ends = (q_ends[: number + 1], k_ends[: number + 1])
     return Packing(*orders, *ends, q_most, max(k_most, 1), bool(leaves)), saved
@@ -139,6 +143,18 @@ def _by_ids(mask: Mask) -> tuple[Tensor, ...]:
     moves = [(order.diff() != 1).any() for order in (q_order, k_order)]  # from 0 on, as both are permutations
     counts = (number[-1] + 1, q_ends.diff().amax(), k_ends.diff().amax(), *moves, k_ends[-1] < k_ids.numel())
     return q_order, k_order, q_ends, k_ends, torch.stack([n.long() for n in counts]).cpu()
+
+
+def _check(number: int) -> None:
+    if number > MOST_SEQUENCES:
+        raise UnsupportedError(
+            message(
+                "too many packed sequences in one call",
+                limit=f"{MOST_SEQUENCES}, one a sample or one for each id that its queries have",
+                value=str(number),
+                remedy="cut the batch, or use a backend that takes segments as a mask",
+            )
+        )
 
 
 def _ends(number: Tensor, most: int) -> Tensor:
