@@ -1,4 +1,4 @@
-"""Every backend that trains on this GPU, in turn: `python docs/verified/kernels.py NAME` makes NAME.json and NAME.md.
+"""Every backend that trains on this GPU, in turn: `python docs/verified/speed.py NAME` makes NAME.json and NAME.md.
 
 Forward and backward in bfloat16 through `rt.attention`, and where there is one, through the kernel's own public call;
 all of them take turns on the same tensors, so that clocks and other load are the same for each. What `auto` prefers is
@@ -94,7 +94,7 @@ def packages(names: Sequence[str]) -> dict[str, str]:
 
 def page(name: str, found: dict[str, Any]) -> str:
     """The readable half."""
-    lines = [f"# {name}", "", f"`python docs/verified/kernels.py {name}`", ""]
+    lines = [f"# {name}", "", f"`python docs/verified/speed.py {name}`", ""]
     lines += [f"- {key}: {value}" for key, value in found["versions"].items()]
     lines += ["", f"Forward and backward, bfloat16, (1, S, {HEADS}, D), medians of {found['repetitions']}, in turn. "]
     lines[-1] += f"own: the kernel's own public call. x {BASE}: its time over that of `{BASE}` in the same run."
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--backends", default="", help="separated by commas; without it all that train here")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=7)
     asked = parser.parse_args()
     here = [s.name for s in rt.backends() if s.device == "cuda" and s.unavailable is None and s.claims.backward]
     names = asked.backends.split(",") if asked.backends else [n for n in here if n != "native_math"]
