@@ -142,6 +142,7 @@ NUMBERS: list[tuple[str, object, str]] = [
     *(("return_lse", x, "True or False") for x in (None, 1)),
     *(("deterministic", x, "True or False") for x in (1, "warn")),
     *(("backend_options", x, "dict of option name") for x in ([("a", 1)], "a", {1: 2, "a": 3})),
+    *(("backend_options", {"a": x}, "a: a name, number or flag") for x in ([1], {1: 2}, {3})),
 ]
 
 

@@ -88,6 +88,8 @@ def attention(
                 take, or native_math where that cannot honour the call), or an OpPair; None = the scope's, else
                 RINGTRUE_BACKEND, else "auto". An explicit backend never falls back.
     parallel    a ContextParallel or `cp.call(...)`; None = the scope's; False = this device alone.
+    backend_options  what the backend knows by name, see docs/backends.md; {"backward": name} has another one, which is
+                exact, give the gradients of one that quantises and has none.
 
     Raises ArgumentError for inputs that do not fit together, UnsupportedError (with every reason) for a call that
     cannot be honoured, DisagreementError or PeerError on all ranks when ranks differ or one of them refuses.

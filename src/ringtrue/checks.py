@@ -150,6 +150,11 @@ class Checker:
             return
         if not isinstance(backend_options, dict) or not all(isinstance(name, str) for name in backend_options):
             self.fail("backend_options is not a dict", "dict of option name to value", _brief(backend_options))
+        for name, value in backend_options.items():
+            if type(value).__hash__ is None:  # a choice is kept by its values
+                self.fail(
+                    "backend_options is not a dict of plain values", f"{name}: a name, number or flag", _brief(value)
+                )
 
 
 def _finite(x: Any) -> TypeGuard[float]:

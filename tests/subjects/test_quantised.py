@@ -69,7 +69,11 @@ class Threads(Plain):
 
 
 PAIRS = {"release 1": OLDER, "release 2": NEWER}
-TRIED = [(replace(c, dtype=torch.bfloat16), ranks) for c, ranks in PARALLEL if ranks.size == 2]
+TRIED = [
+    (replace(c, dtype=torch.bfloat16), ranks)
+    for c, ranks in PARALLEL
+    if ranks.size == 2 and not (c.mask or c.dropout or c.grad_lse or "scale" in c.id or "equal" in c.id)
+]
 
 
 @pytest.mark.parametrize("name", PAIRS)
