@@ -16,7 +16,7 @@ from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
 from ringtrue.backends import _flex_compiled, _flex_mods, flex
 from ringtrue.backends._flex_blocks import block_mask, seen_and_full
-from ringtrue.contract import Mask
+from ringtrue.contract import Mask, Options
 from ringtrue.edge import edge
 from ringtrue.masks import allowed
 
@@ -189,3 +189,27 @@ def test_in_a_graph_of_the_user() -> None:
         out = call(q, k, v)
         found.append((out, *torch.autograd.grad(out, (q, k, v), g)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_torch_cannot_compile_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("No valid triton configs.")
+
+    monkeypatch.setattr(_flex_compiled, "COMPILER", fails)
+    q = torch.randn(1, 16, 1, 16)
+    with pytest.raises(rt.UnsupportedError, match=r"forward kernel for this call[^$]*No valid triton configs"):
+        flex.compiled_forward(q, q, q, Mask(), None, Options(1.0))
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)])
+def test_beside_a_dense_mask_blocks_are_small(which: str, dim: int, dtype: torch.dtype) -> None:
+    """What one turn of the loop keeps: four tiles of queries and keys, the dense mask's and two of scores."""
+    plain = _flex_compiled.kernel_options(_flex_mods.Kind(), which, dim * dtype.itemsize)
+    assert plain == _flex_compiled.KERNEL_OPTIONS
+    told = _flex_compiled.kernel_options(_flex_mods.Kind(dense="float"), which, dim * dtype.itemsize)
+    sizes = {told[name] for name in told if name.startswith("BLOCK_") and name[6] in "MN"}
+    (size,) = sizes
+    assert told["num_stages"] == 1
+    assert size % 16 == 0
+    assert 4 * size * dim * dtype.itemsize + 3 * size * size * 4 <= 99 * 1024

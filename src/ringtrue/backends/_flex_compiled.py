@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError, message
 from ._flex_mods import Kind, all_layers, mask_mod, ops, score_mod, slope
 
 Tensors = tuple[Any, ...]
@@ -24,6 +25,20 @@ KERNEL_OPTIONS = {
     "BACKEND": "TRITON", "FLOAT32_PRECISION": "'ieee'", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False,
     "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
 }  # fmt: skip
+
+
+def kernel_options(kind: Kind, which: str, row_bytes: int) -> dict[str, Any]:
+    """Those of a call whose query of one head has that many bytes.
+
+    torch's own blocks leave no shared memory for the blocks of a dense mask that its kernels keep two of ahead (out of
+    resources at head dim 64 on an H200): beside one, blocks are small and nothing is loaded ahead.
+    """
+    found = dict(KERNEL_OPTIONS)
+    if kind.dense:
+        size = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+        names = {"forward": ("BLOCK_M", "BLOCK_N"), "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
+        found |= dict.fromkeys(names[which], size) | {"num_stages": 1, "num_warps": 4}
+    return found
 
 
 def forward(kind: Kind, scale: float, qkv: Tensors, blocks: Tensors, scores: Tensors, places: Tensors) -> Tensors:
@@ -42,8 +57,15 @@ def _run(kind: Kind, scale: float, which: str, given: Tensors, blocks: Tensors, 
     for x in given[:3]:  # heads and head dims are no symbols
         torch._dynamo.mark_static(x, 1)
         torch._dynamo.mark_static(x, 3)
-    with torch.no_grad(), all_layers(), limits:
-        found: Tensors = call(given, blocks[:-2], *tensors)
+    try:
+        with torch.no_grad(), all_layers(), limits:
+            found: Tensors = call(given, blocks[:-2], *tensors)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        said = str(error.inner_exception).strip().splitlines()[:1]
+        problem = f"flex: torch cannot compile its {which} kernel for this call"
+        raise UnsupportedError(
+            message(problem, value="".join(said), remedy='use backend="native_math" for it')
+        ) from error
     return found
 
 
@@ -68,7 +90,8 @@ def _forward_leaf(kind: Kind, scale: float, sizes: Tensors) -> Callable[..., Ten
     def leaf(given: Tensors, blocks: Tensors, scores: Tensors, places: Tensors) -> Tensors:
         q, k, v = given
         block_mask = (q.shape[2], k.shape[2], *blocks, *sizes, mask)
-        out, lse, _ = ops().flex_attention(q, k, v, score, block_mask, scale, dict(KERNEL_OPTIONS), scores, places)
+        options = kernel_options(kind, "forward", q.shape[3] * q.itemsize)
+        out, lse, _ = ops().flex_attention(q, k, v, score, block_mask, scale, options, scores, places)
         return out, lse
 
     return leaf
@@ -80,9 +103,8 @@ def _backward_leaf(kind: Kind, scale: float, sizes: Tensors) -> Callable[..., Te
     def leaf(given: Tensors, blocks: Tensors, scores: Tensors, places: Tensors) -> Tensors:
         q, k, v, *ends = given
         block_mask = (q.shape[2], k.shape[2], *blocks, *sizes, mask)
-        found = ops().flex_attention_backward(
-            q, k, v, *ends, score, back, block_mask, scale, dict(KERNEL_OPTIONS), scores, places
-        )
+        options = kernel_options(kind, "backward", q.shape[3] * q.itemsize)
+        found = ops().flex_attention_backward(q, k, v, *ends, score, back, block_mask, scale, options, scores, places)
         return tuple(found[:3])
 
     return leaf

@@ -3,7 +3,7 @@
 The pair calls the two higher order ops below torch.nn.attention.flex_attention, so that backward takes an out and lse
 from more keys. They are private: pinned by their arguments, the same in torch 2.11 to 2.13. Seen there: (B, H, S, D);
 lse, float32, counts in base 2, in both ops, and so does a gradient of lse (at 1e6 that costs float32's last bits); a
-row that sees nothing is 0 with lse -inf; grouped heads and D != Dv as they are; head dims from 16 on where compiled.
+row that sees nothing is 0 with lse -inf; grouped heads as they are; head dims from 16 on where compiled.
 The block mask goes as a tuple whose last item is the mask's function.
 
 On CUDA the ops are compiled to Triton kernels by torch.compile, in seconds: once for each kind of mask, softcap,
@@ -161,8 +161,8 @@ CUDA = replace(
     CPU,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     min_capability=(8, 0),
-    max_head_dim=256,
-    head_dim_multiple=16,
+    head_dims=frozenset({16, 32, 64, 128, 256}),  # torch has blocks tried for these, and for D == Dv
+    value_dim=False,
     any_strides=False,
     stride_multiple=8,
 )
