@@ -16,7 +16,8 @@ import ringtrue as rt
 from calls import qkv, refused
 from contract.subjects import verdicts
 from ringtrue.audit.cases import case
-from ringtrue.audit.inputs import Case
+from ringtrue.audit.inputs import Case, build
+from ringtrue.audit.laws import whole
 from ringtrue.backends import _hub, flash_3
 from ringtrue.contract import Mask, Options, Wanted
 from ringtrue.edge import edge
@@ -141,7 +142,51 @@ def test_a_wide_deterministic_backward_is_refused_before_the_kernel() -> None:
             rt.attention(*qkv(4, dim=dim, dtype=torch.bfloat16, grad=True), backend=pair, deterministic=True)
 
 
-def older(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+def older(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None: ...
+
+
+def b1_forward(
+    q: Tensor, k: Tensor, v: Tensor, k_new: Any, v_new: Any, qv: Any, out: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    cu_seqlens_k_new: Any, seqused_q: Any, seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, page_table: Any,
+    kv_batch_idx: Any, leftpad_k: Any, rotary_cos: Any, rotary_sin: Any, seqlens_rotary: Any, q_descale: Any,
+    k_descale: Any, v_descale: Any, softmax_scale: Any, causal: Any, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 1, pack_gqa: Any = None, sm_margin: int = 0,
+) -> Any:  # fmt: skip
+    """With the arguments of hopper/flash_attn_interface.py beside flash-attn 2.8.3."""
+    return forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, *window_size, attention_chunk, softcap,
+        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
+    )  # fmt: skip
+
+
+def b1_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, sequed_q: Any, sequed_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, dq: Any, dk: Any, dv: Any,
+    softmax_scale: Any, causal: Any, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    deterministic: bool = False, sm_margin: int = 0,
+) -> Any:  # fmt: skip
+    backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
+        dq, dk, dv, softmax_scale, causal, *window_size, softcap, deterministic, sm_margin,
+    )  # fmt: skip
+
+
+B1 = SimpleNamespace(_flash_attn_forward=b1_forward, _flash_attn_backward=b1_backward)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["window", "causal-bottom-right", "softcap", "scale-one", "gqa"])
+def test_the_first_beta_is_called_by_its_own_arguments(name: str, packed: bool) -> None:
+    assert flash_3.unlike(B1) is None
+    make = flash_3.make_varlen_pair if packed else flash_3.make_pair
+    tried = replace(case(name), dtype=torch.bfloat16)
+    results = [whole(edge(make("flash_3", lambda m=m: m)), build(tried)) for m in (flash_attn_3, flash_3._renewed(B1))]
+    for new, old in zip(*results, strict=True):
+        assert new is None or torch.equal(new, old)
+    assert flash_3._renewed(flash_attn_3) is flash_attn_3
 
 
 def test_another_release_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +195,7 @@ def test_another_release_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = flash_3.unlike(SimpleNamespace(_flash_attn_forward=older, _flash_attn_backward=backward))
     assert reason is not None
     assert reason.code == "schema-moved"
-    assert "window_size_left" in reason.value
+    assert "softcap" in reason.value
     wrapped = [
         torch.library.custom_op(f"ringtrue_flash_3::{name}", mutates_args=())(function)
         for name, function in (("right", _right), ("wrong", _wrong))

@@ -1,8 +1,9 @@
 """flash-attn 3 (kernels for Hopper), by its package or by its kernel from the hub; and packed.
 
 Read in hopper/flash_attn_interface.py and hopper/flash_api.cpp of the flash-attention repository and in version 1 of
-kernels-community/flash-attn3, which have the same two functions for dense and for packed calls. A release whose
-functions take other arguments (as those did that had `window_size` in one) is refused. Layout (B, S, H, D), or tokens
+kernels-community/flash-attn3, which have the same two functions for dense and for packed calls; and in the 3.0.0b1 that
+came with flash-attn 2.8.3, which takes a window as one pair and has no defaults. A release whose functions take other
+arguments is refused. Layout (B, S, H, D), or tokens
 (total, H, D) and where each sequence ends (_packed.py); lse (B, H, Sq), or (H, total), -inf where a query sees nothing;
 causal and windows count from the bottom right, within each sequence. Head dims are those that it has kernels for: what
 it does with others was not tried. The deterministic backward ends at 192. No dropout, no bias, no gradient of lse.
@@ -11,9 +12,10 @@ it does with others was not tried. The deterministic backward ends at 192. No dr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ FORWARD_ARGUMENTS = ("q", "k", "v", *PACKED, *SHARED, "causal")
 BACKWARD_ARGUMENTS = (
     "dout", "q", "k", "v", "out", "softmax_lse", *PACKED, "dq", "dk", "dv", *SHARED, "is_causal", "deterministic",
 )  # fmt: skip
+OLDER_NAMES = {"is_causal": "causal", "window_size_left": "window_size", "window_size_right": "window_size"}
 
 CLAIMS = Claims(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -179,12 +182,40 @@ def fetch(device: str) -> Reason | None:
     return _hub.fetch(HUB, device) or unlike(_hub.module(HUB))
 
 
+@cache
+def module() -> Any:
+    """The package's functions, with the arguments of the newer releases."""
+    return _renewed(loaded(PACKAGE))
+
+
+def _renewed(module: Any) -> Any:
+    functions = [getattr(module, name) for name in FUNCTIONS]
+    if "window_size" not in _parameters(functions[0]):
+        return module
+    return SimpleNamespace(**{n: partial(_older, f) for n, f in zip(FUNCTIONS, functions, strict=True)})
+
+
+def _older(
+    function: Callable[..., Any], *tensors: Tensor, window_size_left: int, window_size_right: int, **given: Any
+) -> Any:
+    """A call of a function of 3.0.0b1."""
+    given = {OLDER_NAMES.get(name, name): value for name, value in given.items()}
+    unset = [n for n, p in _parameters(function).items() if p.default is p.empty][len(tensors) :]
+    return function(*tensors, **dict.fromkeys(unset) | given, window_size=(window_size_left, window_size_right))
+
+
+@cache
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters  # of a torch.library.custom_op
+
+
 def unlike(module: Any) -> Reason | None:
     """`schema-moved` where the two functions lack an argument that a pair passes."""
     for name, arguments in zip(FUNCTIONS, (FORWARD_ARGUMENTS, BACKWARD_ARGUMENTS), strict=True):
-        function = getattr(module, name)
-        there = inspect.signature(getattr(function, "_init_fn", function)).parameters  # of a torch.library.custom_op
-        missing = [a for a in arguments if a not in there]
+        there = _parameters(getattr(module, name))
+        if "window_size" in there:
+            arguments = tuple(OLDER_NAMES.get(a, a) for a in arguments)
+        missing = [a for a in dict.fromkeys(arguments) if a not in there]
         if missing:
             return Reason(
                 "schema-moved", f"this release of flash-attn 3 has another {name}", ", ".join(arguments),
@@ -196,7 +227,7 @@ def unlike(module: Any) -> Reason | None:
 FLASH_3 = Backend(
     "flash_3",
     "flash-attn 3",
-    {"cuda": make_pair("flash_3", partial(loaded, PACKAGE))},
+    {"cuda": make_pair("flash_3", module)},
     unavailable,
     packages=(PACKAGE,),
     verified={"cuda": STAND_IN},
@@ -204,7 +235,7 @@ FLASH_3 = Backend(
 FLASH_VARLEN_3 = Backend(
     "flash_varlen_3",
     "flash-attn 3, packed",
-    {"cuda": make_varlen_pair("flash_varlen_3", partial(loaded, PACKAGE))},
+    {"cuda": make_varlen_pair("flash_varlen_3", module)},
     unavailable,
     packages=(PACKAGE,),
     verified={"cuda": STAND_IN},
