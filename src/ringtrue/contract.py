@@ -186,6 +186,8 @@ class Claims:
     arithmetic         "float32" (weights stay in float32 or wider), "16-bit" (weights are rounded to q's dtype),
                        "8-bit" (query and key are quantised to int8) or "8-bit values" (weights and value too, to fp8)
     options            names of `backend_options` that it knows
+    functions          those of them that are functions of places (batch, head, query, key): a rank of a context, which
+                       counts its own, refuses them, and so does a compiled call
     """
 
     dtypes: frozenset[torch.dtype]
@@ -220,6 +222,7 @@ class Claims:
     deterministic_by_switch: bool = False
     arithmetic: Arithmetic = "float32"
     options: frozenset[str] = frozenset()
+    functions: frozenset[str] = frozenset()
 
 
 def shapes_only(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from inspect import getclosurevars
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -94,6 +96,7 @@ def reasons_against(claims: Claims, facts: Facts) -> tuple[Reason, ...]:
             "torch.use_deterministic_algorithms(True)" if claims.deterministic_by_switch else "",
         ),
         (bool(unknown), "unknown-option", "has no such option", _list(claims.options) or "none", _list(unknown), ""),
+        *_of_functions(claims, facts),
     )  # fmt: skip
     return tuple(
         Reason(code, text, str(limit), str(value), remedy) for hit, code, text, limit, value, remedy in table if hit
@@ -117,6 +120,27 @@ def _of_dropout_and_softcap(claims: Claims, facts: Facts) -> tuple[Row, ...]:
             "softcap-dropout", "does not take softcap together with dropout", "one of them", "both", "dropout_p=0",
         ),
         (facts.softcap and not claims.softcap, "no-softcap", "has no softcap", "softcap = 0", "> 0", "softcap=0"),
+    )  # fmt: skip
+
+
+def _of_functions(claims: Claims, facts: Facts) -> tuple[Row, ...]:
+    """Rows of the table above, of options that are functions of places."""
+    given = {name: value for name, value in facts.options if name in claims.functions}
+    wrong = [name for name, value in given.items() if not callable(value)]
+    seen = [getclosurevars(value) for value in given.values() if isinstance(value, FunctionType)]
+    tensors = (x for v in seen for x in (*v.nonlocals.values(), *v.globals.values()) if isinstance(x, Tensor))
+    learns = any(x.requires_grad for x in tensors)
+    return (
+        (bool(wrong), "option-value", "takes a function there", "callable", _list(wrong), ""),
+        (
+            bool(given) and facts.sharded,
+            "option-sharded", "would count batch, heads and places per rank", "no context parallelism", _list(given),
+            "parallel=False, or Causal, Window, Segments, KeyPadding, KeyBias",
+        ),
+        (
+            learns, "option-grad", "gives no gradient of what a function captures", "no captured tensor requires grad",
+            "one does", "detach() it",
+        ),
     )  # fmt: skip
 
 

@@ -47,6 +47,9 @@ def run(
     check = Checker("", "bshd")  # torch cannot trace the description of a call
     check.flags(**{name: said[name] for name in ("is_causal", "enable_gqa", "return_lse", "deterministic")})
     check.kinds(**{name: said[name] for name in ("dropout_p", "scale", "softcap")})
+    functions = [name for name, value in (said["backend_options"] or {}).items() if callable(value)]
+    if functions:
+        check.fail("backend_options of a compiled call are plain values", "names and numbers", ", ".join(functions))
     q, k, v = calls.autocast(q, k, v)  # operators run with autocast off
     mask, parts, numbers = taken_apart(said.pop("attn_mask"))
     parts = [calls.autocast_bias(x, q) if x.is_floating_point() else x for x in parts]

@@ -12,11 +12,12 @@ import torch
 
 import ringtrue as rt
 from contract.subjects import verdicts
+from ringtrue import select
 from ringtrue.audit.cases import case
 from ringtrue.audit.inputs import Case
 from ringtrue.backends import _flex_compiled, _flex_mods, flex
 from ringtrue.backends._flex_blocks import block_mask, seen_and_full
-from ringtrue.contract import Mask, Options
+from ringtrue.contract import Facts, Mask, Options, Wanted
 from ringtrue.edge import edge
 from ringtrue.masks import allowed
 
@@ -213,3 +214,59 @@ def test_beside_a_dense_mask_blocks_are_small(which: str, dim: int, dtype: torch
     assert told["num_stages"] == 1
     assert size % 16 == 0
     assert 4 * size * dim * dtype.itemsize + 3 * size * size * 4 <= 99 * 1024
+
+
+SLOPES = torch.tensor([0.5, 0.1])
+
+
+def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i - j).abs() < 5
+
+
+def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score * score - SLOPES[h] * (i - j).abs()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functions_of_the_caller(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softcap, the score's own function, then the float mask; what hides joins the mask. The tensor is read anew."""
+    monkeypatch.setattr(_flex_compiled, "COMPILER", "aot_eager")
+    kernel = flex.BACKEND.pairs["cuda" if compiled else "cpu"]
+    pair = edge(replace(kernel, claims=replace(kernel.claims, min_capability=None)))
+    options = Options(0.3, softcap=2.0, extra=(("mask_mod", near), ("score_mod", alibi)))
+    q, k, v, g = (torch.randn(2, 140 if compiled else 9, 2, 16) for _ in range(4))
+    bias, places = torch.randn(2, q.shape[1]), torch.arange(q.shape[1])
+    apart = (places[:, None] - places).abs()
+    for slopes in ([0.5, 0.1], [0.0, 1.0]):
+        SLOPES.copy_(torch.tensor(slopes))
+        out, lse, _, saved = pair.forward(q, k, v, Mask(key_bias=bias, causal=3), None, options)
+        wanted = Wanted(True, True, True)
+        grads = pair.backward(g, None, q, k, v, Mask(key_bias=bias, causal=3), out, lse, None, saved, options, wanted)
+        x, y, z = (t.double().requires_grad_() for t in (q, k, v))
+        scores = 2.0 * torch.tanh(0.3 * torch.einsum("bihd,bjhd->bhij", x, y) / 2.0)
+        scores = scores * scores - SLOPES[:, None, None] * apart + bias[:, None, None]
+        seen = (apart < 5) & (places <= places[:, None] + 3)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("bhij,bjhd->bihd", weights, z)
+        expected = (expected, *torch.autograd.grad(expected, (x, y, z), g.double()))
+        for a, b in zip((out, *grads[:3]), expected, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_beside_ranks_or_a_tensor_that_learns_is_refused() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    learns = torch.zeros(2, requires_grad=True)
+    with pytest.raises(rt.UnsupportedError, match="option-grad"):
+        options = {"score_mod": lambda score, b, h, i, j: score + learns[h]}
+        rt.attention(q, q, q, backend="flex", backend_options=options)
+    with pytest.raises(rt.UnsupportedError, match="option-value"):
+        rt.attention(q, q, q, backend="flex", backend_options={"mask_mod": 3})
+    facts = Facts("cpu", torch.float32, 1, 4, 4, 2, 2, 8, 8, options=(("mask_mod", near),))
+    flex_cpu = flex.BACKEND.pairs["cpu"].claims
+    assert not select.reasons_against(flex_cpu, facts)
+    assert [r.code for r in select.reasons_against(flex_cpu, replace(facts, sharded=True))] == ["option-sharded"]
+    attend = torch.compile(
+        lambda q: rt.attention(q, q, q, backend="flex", backend_options={"mask_mod": near}), fullgraph=True
+    )
+    with pytest.raises(Exception, match="backend_options of a compiled call are plain values"):
+        attend(q)

@@ -101,6 +101,7 @@ BEYOND: dict[str, tuple[str, Callable[[Claims], list[Attempt]]]] = {
     "options": ("unknown-option", lambda c: [call(backend_options={"no_such_option": 1})]),
 }
 NOT_REFUSED = {
+    "functions": "says what some options are: tests/backends/test_flex.py",
     "head_dim_multiple": "the edge pads",
     "head_dims": "the edge pads up to the next; beyond the last it is max_head_dim",
     "stride_multiple": "the edge copies",

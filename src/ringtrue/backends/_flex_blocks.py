@@ -19,16 +19,19 @@ BLOCK = 128
 WHOLE = 1 << 30  # torch's size of the one block of a call without a mask
 
 
-def block_mask(mask: Mask, q_len: int, k_len: int, device: torch.device) -> tuple[Any, ...]:
-    """torch's block mask as a tuple between its lengths and its function: tensors, then the two sizes of a block."""
+def block_mask(mask: Mask, q_len: int, k_len: int, device: torch.device, more: bool = False) -> tuple[Any, ...]:
+    """torch's block mask as a tuple between its lengths and its function: tensors, then the two sizes of a block.
+
+    `more`: a function of the caller hides keys too, in any block."""
     from torch.nn.attention.flex_attention import BlockMask  # loads what only a compiled call needs
 
-    if _hides_nothing(mask):
+    if _hides_nothing(mask) and not more:
         one, zero = (torch.full((1,) * n, x, dtype=torch.int32, device=device) for n, x in ((3, 1), (4, 0)))
         with all_layers():
             found = BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=WHOLE, seq_lengths=(1, 1))
     else:
         seen, full = seen_and_full(mask, q_len, k_len, device)
+        full = full & (not more)
         parts = (*_ordered(seen & ~full), *_ordered(full))
         with all_layers():
             found = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, seq_lengths=(q_len, k_len))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,14 @@ class Kind(NamedTuple):
     causal: bool = False
     since: bool = False
     softcap: float = 0.0
+    score_mod: Mod | None = None  # the caller's, and how many tensors it captures
+    score_captured: int = 0
+    mask_mod: Mod | None = None
+    mask_captured: int = 0
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.dense == "float" or self.key_bias or self.softcap)
+        return bool(self.dense == "float" or self.key_bias or self.softcap or self.score_mod)
 
 
 class Mods(NamedTuple):
@@ -74,6 +78,9 @@ def mods_of(mask: Mask, options: Options, device: torch.device) -> Mods:
     """The functions of a call and what they are handed."""
     dense, scores, places = mask.dense, list[Tensor](), list[Tensor]()
     is_bool = dense is not None and dense.dtype == torch.bool
+    own: dict[str, Any] = dict(options.extra)
+    score_own, mask_own = own.get("score_mod"), own.get("mask_mod")
+    score_captured, mask_captured = captured(score_own), captured(mask_own)
     if dense is not None:
         for dim in (d for d in (3, 2, 1, 0) if dense.shape[d] == 1):
             dense = dense.squeeze(dim)
@@ -91,13 +98,17 @@ def mods_of(mask: Mask, options: Options, device: torch.device) -> Mods:
         () if mask.dense is None else tuple(size > 1 for size in mask.dense.shape),
         mask.key_keep is not None, mask.key_bias is not None, mask.q_segments is not None,
         mask.causal is not None, mask.since is not None, options.softcap,
+        score_own, len(score_captured), mask_own, len(mask_captured),
     )  # fmt: skip
-    return Mods(kind, score_mod(kind), slope(kind), mask_mod(kind), tuple(scores), tuple(places))
+    if score_own is not None:
+        trace(kind, score_own, score_captured, device)
+    given = (*score_captured, *scores), (*mask_captured, *places)
+    return Mods(kind, score_mod(kind), slope(kind), mask_mod(kind), *given)
 
 
 @lru_cache(maxsize=256)
 def score_mod(kind: Kind) -> Mod:
-    """Softcap, then the float mask, in the accumulating dtype: a 16-bit score would round what is added to it."""
+    """Softcap, the caller's own change, then the float mask; in float32, for 16 bits would round what is added."""
 
     def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
         if not kind.changes_scores:
@@ -106,6 +117,8 @@ def score_mod(kind: Kind) -> Mod:
         score = score if score.dtype == torch.float64 else score.float()
         if kind.softcap:
             score = kind.softcap * torch.tanh(score / kind.softcap)
+        if kind.score_mod is not None:
+            score = bound(kind.score_mod, _next(given, kind.score_captured))(score, b, h, i, j)
         if kind.dense == "float":
             score = score + _dense(kind, next(given), b, h, i, j)
         return score + _at(next(given), b, j) if kind.key_bias else score
@@ -118,8 +131,13 @@ def slope(kind: Kind) -> Callable[..., list[Tensor | None]]:
     """The score's backward: (score, b, h, i, j, gradient, *score_tensors) -> a gradient for each but `gradient`."""
 
     def back(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *tensors: Tensor) -> Any:
+        share, wide = None, score if score.dtype == torch.float64 else score.float()
         if kind.softcap:
-            share = torch.tanh((score if score.dtype == torch.float64 else score.float()) / kind.softcap)
+            share = torch.tanh(wide / kind.softcap)
+            wide = kind.softcap * share
+        if kind.score_mod is not None:
+            grad = _TRACED[kind](wide, b, h, i, j, grad, *tensors[: kind.score_captured])[0]
+        if share is not None:
             grad = grad * (1.0 - share * share)
         return [grad, *(None,) * (4 + len(tensors))]
 
@@ -140,6 +158,8 @@ def mask_mod(kind: Kind) -> Mod:
 
 
 def _parts(kind: Kind, b: Tensor, h: Tensor, i: Tensor, j: Tensor, given: Iterator[Tensor]) -> Iterator[Tensor]:
+    if kind.mask_mod is not None:
+        yield bound(kind.mask_mod, _next(given, kind.mask_captured))(b, h, i, j)
     if kind.dense == "bool":
         yield _dense(kind, next(given), b, h, i, j)
     if kind.key_keep:
@@ -161,4 +181,56 @@ def _dense(kind: Kind, mask: Tensor, *place: Tensor) -> Tensor:
 def _at(x: Tensor, *index: Tensor) -> Tensor:
     """x[index] by the op itself: torch's way from brackets to it costs milliseconds where it is not compiled."""
     found: Tensor = torch.ops.aten.index.Tensor(x, list(index))
+    return found
+
+
+def _next(given: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(given) for _ in range(count)]
+
+
+# ---- functions of the caller -----------------------------------------------------------------------------------------
+
+_TRACED: dict[Kind, Any] = {}
+
+
+def trace(kind: Kind, function: Mod, tensors: list[Tensor], device: torch.device) -> None:
+    """The derivative of a caller's score_mod, (score, b, h, i, j, gradient, *tensors) -> gradients, as torch traces it.
+
+    Kept as long as what is compiled of it: it depends on nothing but the function."""
+    if kind in _TRACED:
+        return
+    by_index: Any = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
+    score = torch.zeros((), device=device, requires_grad=True)
+    place = tuple(torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
+
+    def whole(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *given: Tensor) -> Tensor:
+        return bound(function, list(given))(score, b, h, i, j)
+
+    with torch.enable_grad(), all_layers(), by_index.TransformGetItemToIndex():
+        _TRACED[kind] = ops().create_fw_bw_graph(whole, (score, *place), tuple(tensors))[1]
+
+
+def captured(function: Mod | None) -> list[Tensor]:
+    """The tensors in a function's closure and among the globals it names, as they are now."""
+    if not isinstance(function, FunctionType):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    named = [function.__globals__[name] for name in _globals(function)]
+    return [x.detach() for x in (*cells, *named) if isinstance(x, Tensor)]
+
+
+def _globals(function: FunctionType) -> list[str]:
+    return [n for n in function.__code__.co_names if isinstance(function.__globals__.get(n), Tensor)]
+
+
+def bound(function: Mod, tensors: list[Tensor]) -> Mod:
+    """The function with other tensors in their places: compiled code is handed tensors, it does not keep them."""
+    if not tensors or not isinstance(function, FunctionType):
+        return function
+    given = iter(tensors)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    closure = tuple(CellType(next(given) if isinstance(x, Tensor) else x) for x in cells)
+    names = {**function.__globals__, **dict(zip(_globals(function), given, strict=True))}
+    found = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    found.__kwdefaults__ = function.__kwdefaults__
     return found

@@ -6,6 +6,11 @@ lse, float32, counts in base 2, in both ops, and so does a gradient of lse (at 1
 row that sees nothing is 0 with lse -inf; grouped heads as they are; head dims from 16 on where compiled.
 The block mask goes as a tuple whose last item is the mask's function.
 
+`backend_options={"mask_mod": f, "score_mod": g}` are torch's functions of (batch, head, query, key) and of (score,
+batch, head, query, key): f hides beside the mask, g changes the scaled scores after softcap and before a float mask.
+Tensors in their closures and globals are read at every call and get no gradients. What is traced and compiled is kept
+per function: define them once, not in every call.
+
 On CUDA the ops are compiled to Triton kernels by torch.compile, in seconds: once for each kind of mask, softcap,
 scale, dtype, head dim and number of heads, whatever the lengths, and skip blocks that a causal limit, a window,
 segments, a key mask or a bool mask hides. On a CPU they are called as they are: torch holds all scores there and runs
@@ -30,6 +35,7 @@ from ._flex_mods import Mods, all_layers, mods_of, ops
 
 LN2 = math.log(2.0)
 TRITON = Package("triton", "pip install triton, the release that this torch was built with")
+FUNCTIONS = frozenset({"mask_mod", "score_mod"})
 ARGUMENTS = {
     "flex_attention": (
         "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers",
@@ -39,6 +45,7 @@ ARGUMENTS = {
         "query", "key", "value", "out", "logsumexp", "grad_out", "grad_logsumexp", "fw_graph", "joint_graph",
         "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
     ),
+    "create_fw_bw_graph": ("score_mod", "index_values", "other_buffers"),
 }  # fmt: skip
 
 
@@ -79,7 +86,7 @@ def backward(
 def compiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel that was compiled for such calls."""
     mods = mods_of(mask, options, q.device)
-    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device)
+    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
     out, lse = _flex_compiled.forward(
         mods.kind, options.scale, _heads_first(q, k, v), blocks, mods.score_tensors, mods.mask_tensors
     )
@@ -102,7 +109,7 @@ def compiled_backward(
 ) -> Grads:
     """One call of the kernel that was compiled for such calls; all of dq, dk, dv come together."""
     mods = mods_of(mask, options, q.device)
-    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device)
+    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
     given = _given(grad_out, grad_lse, q, k, v, out, lse)
     grads = _flex_compiled.backward(mods.kind, options.scale, given, blocks, mods.score_tensors, mods.mask_tensors)
     return _wanted(grads, wanted)
@@ -156,6 +163,8 @@ CPU = Claims(
     softcap=True,
     dlse=True,
     arithmetic="16-bit",
+    options=FUNCTIONS,
+    functions=FUNCTIONS,
 )
 CUDA = replace(
     CPU,
