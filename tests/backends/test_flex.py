@@ -48,8 +48,8 @@ def unchanged(kind: Any) -> Broken:
 def without(**parts: Any) -> Broken:
     right = flex.mods_of
 
-    def broken(mask: Any, options: Any, device: Any) -> Any:
-        return right(replace(mask, **parts), options, device)
+    def broken(mask: Any, options: Any, q: Any) -> Any:
+        return right(replace(mask, **parts), options, q)
 
     return broken
 

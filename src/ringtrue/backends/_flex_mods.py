@@ -18,6 +18,8 @@ from torch import Tensor
 from ..contract import Mask, Options
 
 Mod = Callable[..., Tensor]
+NEVER = 1 << 30  # an end of a window beyond all keys
+HIDDEN = -(1 << 63)  # the segment of keys that nobody sees; no other may be called so
 
 
 def ops() -> ModuleType:
@@ -43,15 +45,14 @@ def all_layers() -> Any:
 
 
 class Kind(NamedTuple):
-    """What the two functions depend on besides tensors. `full`: which dims of a dense mask are not 1."""
+    """What the two functions depend on besides tensors: few, for each is compiled for seconds.
+
+    Hidden keys are a segment of their own, and a causal limit is a window without a beginning."""
 
     dense: str = ""  # "bool", "float" or ""
-    full: tuple[bool, ...] = ()
-    key_keep: bool = False
     key_bias: bool = False
     segments: bool = False
-    causal: bool = False
-    since: bool = False
+    ends: bool = False
     softcap: float = 0.0
     score_mod: Mod | None = None  # the caller's, and how many tensors it captures
     score_captured: int = 0
@@ -74,36 +75,51 @@ class Mods(NamedTuple):
     mask_tensors: tuple[Tensor, ...]
 
 
-def mods_of(mask: Mask, options: Options, device: torch.device) -> Mods:
+def mods_of(mask: Mask, options: Options, q: Tensor) -> Mods:
     """The functions of a call and what they are handed."""
-    dense, scores, places = mask.dense, list[Tensor](), list[Tensor]()
+    dense, scores, places, device, q_len = mask.dense, list[Tensor](), list[Tensor](), q.device, q.shape[1]
     is_bool = dense is not None and dense.dtype == torch.bool
     own: dict[str, Any] = dict(options.extra)
     score_own, mask_own = own.get("score_mod"), own.get("mask_mod")
     score_captured, mask_captured = captured(score_own), captured(mask_own)
     if dense is not None:
-        for dim in (d for d in (3, 2, 1, 0) if dense.shape[d] == 1):
-            dense = dense.squeeze(dim)
-        (places if is_bool else scores).append(dense.detach())
+        (places if is_bool else scores).extend(_flat(dense))
     if mask.key_bias is not None:
-        scores.append(mask.key_bias.detach())
-    for part in (mask.key_keep, mask.q_segments, mask.k_segments):
-        if part is not None:
-            places.append(part)
-    for end in (mask.causal, mask.since):
-        if end is not None:
-            places.append(torch.full((), end, dtype=torch.int32, device=device))
+        scores.append(mask.key_bias.detach().contiguous())
+    segments, ends = mask.q_segments is not None or mask.key_keep is not None, (mask.causal, mask.since) != (None, None)
+    if segments:
+        places.extend(_segments(mask, q_len))
+    if ends:
+        causal, since = NEVER if mask.causal is None else mask.causal, -NEVER if mask.since is None else mask.since
+        places.extend(torch.full((), end, dtype=torch.int32, device=device) for end in (causal, since))
     kind = Kind(
         "" if mask.dense is None else "bool" if is_bool else "float",
-        () if mask.dense is None else tuple(size > 1 for size in mask.dense.shape),
-        mask.key_keep is not None, mask.key_bias is not None, mask.q_segments is not None,
-        mask.causal is not None, mask.since is not None, options.softcap,
+        mask.key_bias is not None, segments, ends, options.softcap,
         score_own, len(score_captured), mask_own, len(mask_captured),
     )  # fmt: skip
     if score_own is not None:
         trace(kind, score_own, score_captured, device)
     given = (*score_captured, *scores), (*mask_captured, *places)
     return Mods(kind, score_mod(kind), slope(kind), mask_mod(kind), *given)
+
+
+def _flat(mask: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a dense mask, and how far each of its dims is from one to the next; 0 along a dim of 1."""
+    mask = mask.detach().contiguous()
+    steps = (0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True))
+    return mask.view(-1), *(torch.full((), step, dtype=torch.int64, device=mask.device) for step in steps)
+
+
+def _segments(mask: Mask, q_len: int) -> tuple[Tensor, Tensor]:
+    """Segments (B, Sq) and (B, Sk), of which no query has that of the hidden keys."""
+    if mask.q_segments is None or mask.k_segments is None:
+        keep = mask.key_keep
+        assert keep is not None
+        return torch.zeros(keep.shape[0], q_len, dtype=torch.int64, device=keep.device), keep.long() - 1
+    q_ids, k_ids = (x.long() for x in (mask.q_segments, mask.k_segments))
+    if mask.key_keep is not None:
+        k_ids = k_ids.masked_fill(~mask.key_keep, HIDDEN)
+    return q_ids.contiguous(), k_ids.contiguous()
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +136,7 @@ def score_mod(kind: Kind) -> Mod:
         if kind.score_mod is not None:
             score = bound(kind.score_mod, _next(given, kind.score_captured))(score, b, h, i, j)
         if kind.dense == "float":
-            score = score + _dense(kind, next(given), b, h, i, j)
+            score = score + _dense(_next(given, 5), b, h, i, j)
         return score + _at(next(given), b, j) if kind.key_bias else score
 
     return score
@@ -161,21 +177,19 @@ def _parts(kind: Kind, b: Tensor, h: Tensor, i: Tensor, j: Tensor, given: Iterat
     if kind.mask_mod is not None:
         yield bound(kind.mask_mod, _next(given, kind.mask_captured))(b, h, i, j)
     if kind.dense == "bool":
-        yield _dense(kind, next(given), b, h, i, j)
-    if kind.key_keep:
-        yield _at(next(given), b, j)
+        yield _dense(_next(given, 5), b, h, i, j)
     if kind.segments:
         yield _at(next(given), b, i) == _at(next(given), b, j)
-    if kind.causal:
+    if kind.ends:
         yield j <= i + next(given)
-    if kind.since:
         yield j >= i + next(given)
 
 
-def _dense(kind: Kind, mask: Tensor, *place: Tensor) -> Tensor:
-    """What a dense mask, its dims of 1 taken out, says of a place."""
-    index = [x for x, full in zip(place, kind.full, strict=True) if full]
-    return _at(mask, *index) if index else mask
+def _dense(given: list[Tensor], *place: Tensor) -> Tensor:
+    """What a dense mask, as `_flat` gives it, says of a place."""
+    mask, *steps = given
+    where = [x.long() * step for x, step in zip(place, steps, strict=True)]
+    return _at(mask, where[0] + where[1] + where[2] + where[3])
 
 
 def _at(x: Tensor, *index: Tensor) -> Tensor:

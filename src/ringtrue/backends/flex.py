@@ -51,7 +51,7 @@ ARGUMENTS = {
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the op as it is."""
-    mods = mods_of(mask, options, q.device)
+    mods = mods_of(mask, options, q)
     with all_layers():
         out, lse, _ = ops().flex_attention(
             *_heads_first(q, k, v), mods.score, _places(mods), options.scale, {}, mods.score_tensors, mods.mask_tensors
@@ -74,7 +74,7 @@ def backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the op as it is; all of dq, dk, dv come together."""
-    mods = mods_of(mask, options, q.device)
+    mods = mods_of(mask, options, q)
     with all_layers():
         grads = ops().flex_attention_backward(
             *_given(grad_out, grad_lse, q, k, v, out, lse), mods.score, mods.back, _places(mods), options.scale, {},
@@ -85,7 +85,7 @@ def backward(
 
 def compiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel that was compiled for such calls."""
-    mods = mods_of(mask, options, q.device)
+    mods = mods_of(mask, options, q)
     blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
     out, lse = _flex_compiled.forward(
         mods.kind, options.scale, _heads_first(q, k, v), blocks, mods.score_tensors, mods.mask_tensors
@@ -108,7 +108,7 @@ def compiled_backward(
     wanted: Wanted,
 ) -> Grads:
     """One call of the kernel that was compiled for such calls; all of dq, dk, dv come together."""
-    mods = mods_of(mask, options, q.device)
+    mods = mods_of(mask, options, q)
     blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
     given = _given(grad_out, grad_lse, q, k, v, out, lse)
     grads = _flex_compiled.backward(mods.kind, options.scale, given, blocks, mods.score_tensors, mods.mask_tensors)
