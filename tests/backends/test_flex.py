@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 import ringtrue as rt
 from contract.subjects import verdicts
@@ -146,20 +147,47 @@ def test_blocks_are_those_of_the_mask(name: str) -> None:
         assert torch.equal(full.expand_as(whole), whole)
 
 
-def test_torchs_block_mask_has_these_blocks() -> None:
-    q_len, k_len, mask = PLACES["window"]
-    tensors = block_mask(mask, q_len, k_len, torch.device("cpu"))
-    seen, full = seen_and_full(mask, q_len, k_len, torch.device("cpu"))
-    assert tensors[-2:] == (128, 128)
-    listed = [torch.zeros_like(seen) for _ in range(4)]
-    for found, (number, places) in zip(listed, zip(tensors[:8:2], tensors[1:8:2], strict=True), strict=True):
-        for row in range(number.shape[-1]):
-            found[0, 0, row, places[0, 0, row, : number[0, 0, row]].long()] = True
-    of_queries, of_queries_full, of_keys, of_keys_full = listed
-    assert torch.equal(of_queries | of_queries_full, seen)
-    assert torch.equal(of_queries_full, full)
-    assert torch.equal(of_keys.mT, of_queries)
-    assert torch.equal(of_keys_full.mT, of_queries_full)
+def heads_first(q_len: int, k_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(1, q_len, 1, 1), torch.empty(1, k_len, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["window", "segments", "key padding"])
+def test_the_block_mask_is_torchs(name: str) -> None:
+    """Built by torch from the blocks of keys alone, it has the same items, in the same order."""
+    q_len, k_len, mask = PLACES[name]
+    built = block_mask(mask, *heads_first(q_len, k_len), more=False, of_keys=True)
+    theirs = BlockMask.from_kv_blocks(*built[:4], BLOCK_SIZE=128, seq_lengths=(q_len, k_len)).as_tuple()[2:-1]
+    assert len(built) == len(theirs)
+    for i, (a, b) in enumerate(zip(built, theirs, strict=True)):
+        if not isinstance(a, torch.Tensor):
+            assert a == b
+            continue
+        assert a.is_contiguous(), i
+        if i % 2 == 0:
+            assert torch.equal(a, b), i
+        else:  # what comes after the number that counts may be anything
+            counted = torch.arange(a.shape[-1]) < built[i - 1].unsqueeze(-1)
+            assert torch.equal(a.where(counted, -1), b.where(counted, -1)), i
+
+
+def test_without_a_mask_there_is_one_block() -> None:
+    q, k = heads_first(9, 70)
+    theirs = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=1 << 30
+    ).as_tuple()[2:-1]
+    built = block_mask(Mask(key_bias=torch.zeros(1, 70)), q, k, more=False, of_keys=True)
+    assert len(built) == len(theirs)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(built, theirs, strict=True))
+    *_, size, _ = block_mask(Mask(), q, k, more=True, of_keys=False)
+    assert size == 128
+
+
+def test_a_block_mask_of_another_form_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flex.other_block_mask() is None
+    monkeypatch.setattr(flex, "block_mask_length", lambda: 14)
+    reason = flex.other_block_mask()
+    assert reason is not None
+    assert (reason.code, reason.value) == ("schema-moved", "14")
 
 
 def test_compiled_calls_are_right_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ user's own mask has it. A block counts as seen in part where that is not certain
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,23 +20,35 @@ BLOCK = 128
 WHOLE = 1 << 30  # torch's size of the one block of a call without a mask
 
 
-def block_mask(mask: Mask, q_len: int, k_len: int, device: torch.device, more: bool = False) -> tuple[Any, ...]:
+Lists = tuple[Tensor | None, ...]
+
+
+def block_mask(mask: Mask, q: Tensor, k: Tensor, more: bool, of_keys: bool) -> tuple[Any, ...]:
     """torch's block mask as a tuple between its lengths and its function: tensors, then the two sizes of a block.
 
-    `more`: a function of the caller hides keys too, in any block."""
+    `more`: a function of the caller hides keys too, in any block. `of_keys`: with what backward needs beside it, the
+    blocks of queries for each block of keys.
+    """
+    rest = (None,) * (block_mask_length() - 13)
+    if _hides_nothing(mask) and not more:
+        one, zero = (torch.full((1,) * n, x, dtype=torch.int32, device=q.device) for n, x in ((3, 1), (4, 0)))
+        return *(one, zero, None, None) * 2, *rest, WHOLE, WHOLE
+    seen, full = seen_and_full(mask, q.shape[1], k.shape[1], q.device)
+    full = full & (not more)
+    part = seen & ~full
+    found: Lists = (*_ordered(part), *_ordered(full))
+    found += (*_ordered(part.mT), *_ordered(full.mT)) if of_keys else (None,) * 4
+    return *found, *rest, BLOCK, BLOCK
+
+
+@lru_cache
+def block_mask_length() -> int:
+    """How many items this torch's block masks have: 13 in 2.11, 17 in 2.13 (another kernel's after the lists)."""
     from torch.nn.attention.flex_attention import BlockMask  # loads what only a compiled call needs
 
-    if _hides_nothing(mask) and not more:
-        one, zero = (torch.full((1,) * n, x, dtype=torch.int32, device=device) for n, x in ((3, 1), (4, 0)))
-        with all_layers():
-            found = BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=WHOLE, seq_lengths=(1, 1))
-    else:
-        seen, full = seen_and_full(mask, q_len, k_len, device)
-        full = full & (not more)
-        parts = (*_ordered(seen & ~full), *_ordered(full))
-        with all_layers():
-            found = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, seq_lengths=(q_len, k_len))
-    return tuple(found.as_tuple()[2:-1])
+    one, zero = (torch.full((1,) * n, x, dtype=torch.int32) for n, x in ((3, 1), (4, 0)))
+    with all_layers():
+        return len(BlockMask.from_kv_blocks(one, zero).as_tuple())
 
 
 def _hides_nothing(mask: Mask) -> bool:
@@ -93,5 +106,6 @@ def _reduced(mask: Tensor, how: str) -> Tensor:
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks each row has, and which, those first."""
-    chosen = blocks.to(torch.int32)
-    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    chosen = blocks.to(torch.int32, memory_format=torch.contiguous_format)  # kernels read rows without strides
+    places = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), places.to(torch.int32)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
 from ..optional import why_not
 from . import _flex_compiled
-from ._flex_blocks import block_mask
+from ._flex_blocks import block_mask, block_mask_length
 from ._flex_mods import Mods, all_layers, mods_of, ops
 
 LN2 = math.log(2.0)
@@ -86,7 +86,7 @@ def backward(
 def compiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:
     """One call of the kernel that was compiled for such calls."""
     mods = mods_of(mask, options, q)
-    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
+    blocks = block_mask(mask, q, k, mods.kind.mask_mod is not None, of_keys=False)
     out, lse = _flex_compiled.forward(
         mods.kind, options.scale, _heads_first(q, k, v), blocks, mods.score_tensors, mods.mask_tensors
     )
@@ -109,7 +109,7 @@ def compiled_backward(
 ) -> Grads:
     """One call of the kernel that was compiled for such calls; all of dq, dk, dv come together."""
     mods = mods_of(mask, options, q)
-    blocks = block_mask(mask, q.shape[1], k.shape[1], q.device, mods.kind.mask_mod is not None)
+    blocks = block_mask(mask, q, k, mods.kind.mask_mod is not None, of_keys=True)
     given = _given(grad_out, grad_lse, q, k, v, out, lse)
     grads = _flex_compiled.backward(mods.kind, options.scale, given, blocks, mods.score_tensors, mods.mask_tensors)
     return _wanted(grads, wanted)
@@ -148,9 +148,16 @@ def moved() -> Reason | None:
     return None
 
 
+def other_block_mask() -> Reason | None:
+    """`schema-moved` where block masks have another form than they had when they were tried."""
+    length = block_mask_length()
+    problem = f"torch {torch.__version__} changed the block mask of FlexAttention"
+    return None if length in (13, 17) else Reason("schema-moved", problem, "13 or 17 items", str(length), "native_math")
+
+
 def unavailable(device: str) -> Reason | None:
     """Why it cannot run here."""
-    return moved() or (why_not(TRITON) if device == "cuda" else None)
+    return moved() or (why_not(TRITON) or other_block_mask() if device == "cuda" else None)
 
 
 CPU = Claims(
