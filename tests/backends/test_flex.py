@@ -102,6 +102,16 @@ def test_a_private_function_that_moved_is_a_reason(name: str, found: Any, monkey
     assert reason.value == ("absent" if found is None else "query, key")
 
 
+def test_a_torch_without_the_module_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise ModuleNotFoundError("no module of that name")
+
+    monkeypatch.setattr(flex, "ops", gone)
+    reason = flex.BACKEND.unavailable("cpu")
+    assert reason is not None
+    assert (reason.code, reason.value) == ("schema-moved", "absent")
+
+
 def ids(batch: int, length: int, of_each: int) -> torch.Tensor:
     """Segments of `of_each` tokens."""
     return (torch.arange(length) // of_each).expand(batch, -1)

@@ -40,7 +40,8 @@ def all_layers() -> Any:
     """
     left_out = torch._C._dispatch_tls_local_exclude_set()
     for name in LAYERS:
-        left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
+        if hasattr(torch._C.DispatchKey, name):
+            left_out = left_out.remove(getattr(torch._C.DispatchKey, name))
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
 
 

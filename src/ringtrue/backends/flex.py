@@ -138,8 +138,12 @@ def _places(mods: Mods) -> tuple[Any, ...]:
 
 def moved() -> Reason | None:
     """`schema-moved` where one of the private functions has other arguments than it had when it was tried."""
+    try:
+        module = ops()
+    except ImportError:
+        module = None
     for name, pinned in ARGUMENTS.items():
-        found = getattr(ops(), name, None)
+        found = getattr(module, name, None)
         call = type(found).__call__ if isinstance(found, torch._ops.HigherOrderOperator) else found
         seen = () if call is None else tuple(n for n in inspect.signature(call).parameters if n != "self")
         if seen != pinned:
