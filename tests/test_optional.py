@@ -48,6 +48,8 @@ BROKEN = {
     "no dependency": "import a_package_that_is_nowhere",
     "syntax error": "def f(:",
     "exit": "raise SystemExit('no GPU')",
+    "panic": "class PanicException(BaseException): pass\nraise PanicException('called unwrap on None')",
+    "no text": "class Error(Exception):\n    def __str__(self):\n        raise ValueError\nraise Error",
 }
 
 

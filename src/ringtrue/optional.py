@@ -50,15 +50,25 @@ def why_not(package: Package) -> Reason | None:
             where: object = module
             for part in attribute.split("."):
                 where = getattr(where, part)
-    except (Exception, SystemExit) as error:  # another project's code ran: it may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # another project's code ran: it may raise anything, and exit, or panic as Rust does
         if isinstance(error, ModuleNotFoundError) and _is_part(error.name, package.module):
             seen = f"{name} {version} without it" if version else "absent"
             return Reason(
                 "package-missing", f"{package.module} is not installed", package.module, seen, package.install
             )
-        said = (str(error).strip().splitlines() or [""])[0]
-        return _broken(package, f"{name} cannot be imported: {type(error).__name__}: {said}", version)
+        return _broken(package, f"{name} cannot be imported: {told(error)}", version)
     return None
+
+
+def told(error: BaseException) -> str:
+    """An error of another project's code in one line, even where its text cannot be made."""
+    try:
+        said = (str(error).strip().splitlines() or [""])[0]
+    except Exception as broken:
+        said = f"its text raises {type(broken).__name__}"
+    return f"{type(error).__name__}: {said}"
 
 
 @cache

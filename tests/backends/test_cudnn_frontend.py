@@ -229,6 +229,14 @@ def test_lengths_that_are_other_in_backward_are_found(monkeypatch: pytest.Monkey
     assert not all(v.ok for v in verdicts(edge(replace(pair, forward=as_they_are)), LENGTHS, "cpu"))
 
 
+def test_the_sums_of_later_queries_are_copied_where_a_graph_reads_them() -> None:
+    """31 queries see nothing: what is left of lse starts between two multiples of 16 bytes."""
+    x = torch.randn(1, 64, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    y = x[:, :33]
+    rt.attention(x, y, y, rt.Causal("bottom_right"), backend=around()).sum().backward()
+    assert x.grad is not None
+
+
 def test_graphs_are_kept_by_thread_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     built, handles = [], []
 

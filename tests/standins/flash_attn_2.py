@@ -1,8 +1,8 @@
 """flash-attn 2.8.3 (flash_attn.flash_attn_interface): the arguments of its four functions, and what it refuses.
 
 On the CPU written-out attention; on CUDA torch's own copy of the kernel, which has no softcap. As there, backward
-writes into the dq, dk and dv that it is handed, lse of packed sequences is (H, total), a right end of Sk or more is no
-limit, and a single query drops `causal`.
+writes into the dq, dk and dv that it is handed, lse of packed sequences is (H, total), an end of a window of Sk or
+more, or none beside another, becomes Sk, and a single query drops `causal`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def _torchs_backward(
 
 def _ends(q_len: int, k_len: int, causal: bool, left: int, right: int) -> tuple[bool, _eager.Window]:
     left, right = (-1 if end >= k_len else end for end in (left, right))
+    if left < 0 <= right or right < 0 <= left:  # which is no limit at up to k_len + 1 queries
+        left, right = (k_len if end < 0 else end for end in (left, right))
     return causal and q_len != 1, (left, right)
 
 

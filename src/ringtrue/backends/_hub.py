@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contract import Package, Reason
-from ..optional import loaded
+from ..optional import loaded, told
 
 PACKAGE = Package("kernels", "pip install kernels", at_least="0.14", attributes=("get_kernel", "get_local_kernel"))
 
@@ -52,11 +52,12 @@ def fetch(kernel: Kernel, device: str) -> Reason | None:
     """Loads the kernel for a call that asks for it, and says why it cannot be had."""
     try:
         module(kernel)
-    except (Exception, SystemExit) as error:  # another project's code ran: it may raise anything
-        said = (str(error).strip().splitlines() or [""])[0]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # another project's code ran: it may raise anything
         return Reason(
             "kernel-not-loaded",
-            f"{kernel.repo} cannot be loaded: {type(error).__name__}: {said}",
+            f"{kernel.repo} cannot be loaded: {told(error)}",
             f"version {kernel.version}, from the hub, the cache or a local folder",
             remedy=f"go online once, or set LOCAL_KERNELS={kernel.repo}=<folder>",
         )

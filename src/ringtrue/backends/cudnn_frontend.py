@@ -110,7 +110,8 @@ def _backward(
             longer = _backward(graphs, grad_out, None, *tiled, out, lse, rng, (), options, wanted)
             return _cut(longer, q.shape[1], k.shape[1])
     inputs = {"q": _seen(q), "k": _seen(k), "v": _seen(v), "o": _seen(out), "dO": _seen(grad_out)}
-    inputs |= {"stats": lse.contiguous().unsqueeze(-1), **_beside(q, k, mask, rng, options)}
+    lse = lse.contiguous() if lse.storage_offset() % 4 == 0 else lse.clone(memory_format=torch.contiguous_format)
+    inputs |= {"stats": lse.unsqueeze(-1), **_beside(q, k, mask, rng, options)}  # each starts at 16 bytes
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_bias = None
     if wanted.bias and mask.dense is not None:  # summed by the kernel over batch and heads, by the edge over queries

@@ -2,10 +2,11 @@
 
 Read in flash-attn 2.8.3 (flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp) and in version 3 of
 kernels-community/flash-attn2, whose functions have the same arguments. Layout (B, S, H, D); lse (B, H, Sq) float32;
-causal and windows count from the bottom right. A window's right end of Sk or more is taken for no limit, which `edge`
-knows of. Dropout as in torch's copy of the kernel (native_flash.py): the state is drawn from the device's default
-generator, and backward reads (seed, offset) from the device; not beside softcap, and on a GPU whose blocks have less
-than 144 KB of shared memory (all but data-center ones) backward launches nothing for head dims above 192 with dropout.
+causal and windows count from the bottom right. An end of a window beyond Sk, or none beside another, becomes Sk: too
+few keys where there are more than Sk + 1 queries, which `edge` cuts. Dropout as in torch's copy of the kernel
+(native_flash.py): the state is drawn from the device's default generator, and backward reads (seed, offset) from the
+device; not beside softcap, and on a GPU whose blocks have less than 144 KB of shared memory (all but data-center ones)
+backward launches nothing for head dims above 192 with dropout.
 
 The varlen functions take tokens (total, H, D) and where each sequence ends (_packed.py); lse is (H, total). Causal and
 windows count within each sequence, so a call with padded keys or segments has neither.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -111,10 +112,20 @@ def _window_blocks(mask: Mask, rows: slice, part: slice, claims: Claims) -> list
     if own.since is None:
         return _causal_blocks(own.causal, rows, part, claims)
     seen, keys = in_sight(own, rows.stop - rows.start, part.stop - part.start)
+    if seen.start >= seen.stop:
+        return []
     shifted = (
         slice(rows.start + seen.start, rows.start + seen.stop), slice(part.start + keys.start, part.start + keys.stop)
     )  # fmt: skip
-    return [shifted] if seen.start < seen.stop else []
+    queries, wide = seen.stop - seen.start, keys.stop - keys.start
+    own = own.at(seen, keys)
+    # flash-attn 2 takes no end beyond Sk, and Sk for none: too few keys for the first of more than Sk + 1 queries
+    if claims.causal != "bottom_right" or queries <= wide + 1 or own.since is None:
+        return [shifted]
+    last = 0 if own.causal is None else wide - 1 - own.causal  # the first query that reaches the last key
+    cuts = sorted({0, last, 1 - own.since, queries})  # and the first that does not reach the first one
+    parts = [slice(shifted[0].start + a, shifted[0].start + b) for a, b in pairwise(cuts)]
+    return [block for few in parts for block in _window_blocks(mask, few, shifted[1], claims)]
 
 
 def written_out(mask: Mask, q_len: int, k_len: int) -> list[Block]:
