@@ -14,6 +14,7 @@ from .contract import Facts
 LONG = 16384  # tokens; what stands for a length that must not be looked at
 NATIVE = ("native_cudnn", "native_flash", "native_efficient", "native_math")
 H200 = "docs/verified/2026-11-30-1xH200-bench.md"
+LONG_H200 = "docs/verified/2026-12-01-1xH200-speed.md"
 CPU = "docs/measured/cpu-order.md"
 
 
@@ -51,6 +52,7 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
+    Row("cuda", ("flash_4", *NATIVE), LONG_H200, "H200", capability=(9, 0), at_least=4608**2),
     Row("cuda", NATIVE, H200, "H200", capability=(9, 0)),
     Row(
         "cuda", NATIVE, H200, "H200"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
+from ..contract import Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
 from ..optional import loaded, why_not
 from ._cudnn_graphs import Attributes, Call, Graphs, everything
 from ._philox import replayed
@@ -200,5 +200,5 @@ BACKEND = Backend(
     {"cuda": make_pair("cudnn_frontend", partial(loaded, PACKAGE))},
     unavailable,
     packages=(PACKAGE,),
-    verified={"cuda": STAND_IN},
+    verified={"cuda": "docs/verified/2026-12-01-1xH200-audit-backends.md"},
 )

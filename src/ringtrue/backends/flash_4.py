@@ -197,7 +197,7 @@ FLASH_4 = Backend(
     {"cuda": make_pair("flash_4", partial(loaded, PACKAGE))},
     unavailable,
     packages=(PACKAGE, *NEEDED),
-    verified={"cuda": STAND_IN},
+    verified={"cuda": "docs/verified/2026-12-01-1xH200-audit-backends.md"},
 )
 FLASH_4_HUB = Backend(
     "flash_4_hub",

@@ -233,7 +233,7 @@ SAGE = Backend(
     {"cuda": make_pair("sage", partial(loaded, PACKAGE))},
     lambda device: why_not(PACKAGE),
     packages=(PACKAGE,),
-    verified={"cuda": STAND_IN},
+    verified={"cuda": "docs/verified/2026-12-01-1xH200-audit-backends.md"},
     narrowed=narrowed,
 )
 SAGE_VARLEN = Backend(
