@@ -107,7 +107,7 @@ def test_facts_say_what_a_backend_may_look_at() -> None:
     assert (facts.batch, facts.q_len, facts.k_len, facts.heads, facts.kv_heads) == (2, 6, 5, 4, 2)
     assert (facts.head_dim, facts.value_dim, facts.causal, facts.needs_lse) == (8, 3, 0, True)
     assert facts.wanted == (True, False, True, True)
-    assert facts.options == {"a", "b"}
+    assert facts.options == (("a", 2), ("b", 1))
     swapped = normalise(*(x.transpose(1, 2) for x in (q, k, v)), **{**arguments, "layout": "bhsd"})
     assert (swapped.facts.q_len, swapped.facts.heads, swapped.q.stride()) == (6, 4, q.stride())
     with torch.no_grad():

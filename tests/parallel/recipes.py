@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from random import Random
 from typing import Any
 
+import torch
+
+import ringtrue as rt
 from ringtrue.contract import Claims
 
 SPLITS = {  # world -> (ulysses, ring)
@@ -168,7 +172,15 @@ def recipe(
     chosen = _masked(chosen, pick, claims)
     chosen = _asked(chosen, pick, claims, like_everywhere=chosen.prefix > 0 or chosen.replicated)
     plain = not (chosen.dropout or chosen.softcap or "b" in "".join(chosen.wants))
-    return _with(chosen, backend=pick.choice(backends) if plain else "auto" if len(backends) > 1 else backends[0])
+    able = [name for name in backends if len(backends) == 1 or _takes(name, chosen.dtype)]
+    return _with(chosen, backend=pick.choice(able) if plain else "auto" if len(backends) > 1 else backends[0])
+
+
+@cache
+def _takes(name: str, dtype: str) -> bool:
+    """Whether what a name may become on a CPU takes a dtype."""
+    claims = [s.claims for s in rt.backends() if s.device == "cpu" and name in (s.name, "auto")]
+    return any(getattr(torch, dtype) in c.dtypes for c in claims)
 
 
 def _masked(chosen: Recipe, pick: Random, claims: Claims) -> Recipe:

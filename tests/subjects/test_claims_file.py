@@ -48,7 +48,9 @@ def test_an_empty_file_claims_what_says_does(tmp_path: Path) -> None:
 def test_every_field_can_be_written(tmp_path: Path, name: str) -> None:
     """As text, the value of a right claim; so a new field of Says cannot be one that no file can say."""
     default = getattr(Says(), name)
-    text = {bool: str(not default).lower(), tuple: "[64, 8]", str: '"any"'}.get(type(default))
+    text = {bool: str(not default).lower(), tuple: "[64, 8]"}.get(type(default))
+    if isinstance(default, str):
+        text = f'"{next(word for word in WORDS[name] if word != default)}"'
     if text is None:
         text = str(list(WORDS[name])).replace("'", '"')
     claimed = read(file(tmp_path, f"{name} = {text}"))

@@ -54,9 +54,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, opt
     mods = mods_of(mask, options, q)
     with all_layers():
         out, lse, _ = ops().flex_attention(
-            *_heads_first(q, k, v), mods.score, _places(mods), options.scale, {}, mods.score_tensors, mods.mask_tensors
+            *_heads_first(*_precise(q, k, v)),
+            mods.score,
+            _places(mods),
+            options.scale,
+            {},
+            mods.score_tensors,
+            mods.mask_tensors,
         )
-    return ForwardOut(out.transpose(1, 2), lse * LN2)
+    return ForwardOut(out.transpose(1, 2).to(q.dtype), (lse * LN2).to(torch.float32))
 
 
 def backward(
@@ -77,10 +83,17 @@ def backward(
     mods = mods_of(mask, options, q)
     with all_layers():
         grads = ops().flex_attention_backward(
-            *_given(grad_out, grad_lse, q, k, v, out, lse), mods.score, mods.back, _places(mods), options.scale, {},
-            mods.score_tensors, mods.mask_tensors,
+            *_given(*_precise(grad_out, grad_lse, q, k, v, out, lse)), mods.score, mods.back, _places(mods),
+            options.scale, {}, mods.score_tensors, mods.mask_tensors,
         )  # fmt: skip
-    return _wanted(grads, wanted)
+    return _wanted(tuple(x.to(q.dtype) for x in grads[:3]), wanted)
+
+
+def _precise(*tensors: Any) -> tuple[Any, ...]:
+    """float32 in float64, on a CPU: an lse in base 2 is rounded once more, which our rule does not leave room for."""
+    if any(x is not None and x.dtype not in (torch.float32, torch.float64) for x in tensors):
+        return tensors
+    return tuple(x if x is None else x.double() for x in tensors)
 
 
 def compiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: Tensor | None, options: Options) -> ForwardOut:

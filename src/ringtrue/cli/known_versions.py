@@ -28,7 +28,8 @@ class Known:
 
 H200 = {"torch": "2.11.0+cu130", "CUDA": "13.0", "cuDNN": "91900", "GPU 0": "NVIDIA H200"}
 FLASH_4 = {
-    "flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5", "apache-tvm-ffi": "0.1.15.post2",
+    "flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1",
+    "quack-kernels": "0.6.5", "apache-tvm-ffi": "0.1.15.post2",
 }  # fmt: skip
 SIDE_BY_SIDE = {"nvidia-cudnn-frontend": "1.32.0", "sageattention": "1.0.6"}
 KNOWN: tuple[Known, ...] = (

@@ -26,6 +26,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
     "masks": ("bool", "float", "key_bool", "key_float"),
     "causal": ("any", "top_left", "bottom_right", "square", "none"),
+    "arithmetic": ("float32", "16-bit", "8-bit", "8-bit values"),
     "ranks": ("ulysses", "ring", "both", "uneven", "balanced", "prefix", "replicated"),
 }
 FIELDS = tuple(field.name for field in fields(Says))
@@ -59,7 +60,7 @@ def _value(key: str, value: Any, name: str) -> Any:
         if not isinstance(value, bool):
             raise _error(f"{name}: {key}", "true or false", value)
         return value
-    if key == "causal":
+    if key in ("causal", "arithmetic"):
         if value not in words:
             raise _error(f"{name}: {key}", f"one of {', '.join(words)}", value)
         return value
