@@ -141,7 +141,14 @@ def test_the_key_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         json.dumps({"format": 1, "entries": [{"key": {}, "date": "", "shapes": [{**SHAPE._asdict(), "q_len": 0}]}]}),
         json.dumps({"format": 1, "entries": [{"key": {}, "date": "", "shapes": [{**SHAPE._asdict(), "order": [1]}]}]}),
         json.dumps({"format": 1, "entries": [{"key": {}, "date": "", "shapes": [{**SHAPE._asdict(), "wrong": [1]}]}]}),
+        *(
+            json.dumps({"format": 1, "entries": [{"key": {}, "date": "", "shapes": [{**SHAPE._asdict(), **other}]}]})
+            for other in ({"wrong": ["a"]}, {"failed": "a"}, {"wrong": {"a": 1}}, {"order": "a"}, {"q_len": 10**400},
+                          {"causal": "no"})
+        ),
+        "[" * 100_000,
     ],
+    ids=range(19),
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_said_once_and_costs_nothing_else(text: str, file: Path) -> None:
     file.parent.mkdir()
@@ -218,6 +225,12 @@ def test_what_was_wrong_is_left_out_and_what_failed_comes_last(file: Path) -> No
     found = tuned.order(PLAIN, Order(("a", "b", "c", "d"), ""))
     assert found.names == ("c", "d", "a")
     assert found.notes == ("b is left out, it was wrong here: dq is far off", "a comes last, it failed here: no memory")
+
+
+def test_a_call_for_which_none_is_left_says_who_was_left_out(file: Path) -> None:
+    remember(file, SHAPE._replace(order=(), wrong={"native_flash": "far off", "native_math": "farther"}))
+    with pytest.raises(rt.UnsupportedError, match="native_flash is left out, it was wrong here: far off"):
+        rt.attention(*qkv())
 
 
 def test_it_adds_nothing_that_does_not_fit_or_has_no_backward(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,11 +233,11 @@ def fitting(
 
     `traced`: the sizes may be symbols, which no cache can hold. `alike`: see `preference`.
     """
-    names = preference(facts, alike).names if name == AUTO else (name,)
-    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts, names)
+    found = preference(facts, alike) if name == AUTO else order.Order((name,), "")
+    choices, trace = (survey.__wrapped__ if traced else survey)(name, facts, found.names)
     if not choices:
         others = [b.name for b in REGISTRY if not (b.packages or reasons_for(b, facts))]
-        raise refusal(name, trace, others, call)
+        raise refusal(name, trace, others, call, found.notes)
     return choices
 
 
@@ -282,10 +282,11 @@ def fitting_pair(pair: OpPair, facts: Facts, call: object = "") -> tuple[Choice,
     return (Choice(pair.name, pair.name, edge(pair), trace),)
 
 
-def refusal(name: str, trace: Trace, others: list[str], call: object) -> UnsupportedError:
-    """The error of a call that nothing, or not the backend asked for, can take: every reason, and who could."""
+def refusal(name: str, trace: Trace, others: list[str], call: object, notes: tuple[str, ...] = ()) -> UnsupportedError:
+    """The error of a call that nothing, or not the backend asked for, can take: every reason, and who could. `notes`:
+    what there is to know of the order, such as that a backend was left out."""
     asked = [(n, reasons) for n, reasons in trace if name in (AUTO, n)]
-    lines = [f"{n}: {reason}" for n, reasons in asked for reason in reasons]
+    lines = [*(f"{n}: {reason}" for n, reasons in asked for reason in reasons), *notes]
     problem = "no backend can take this call" if name == AUTO else f"backend {name!r} cannot take this call"
     remedy = f"these can: {', '.join(others)}" if others else "no registered backend can"
     return UnsupportedError(message(problem + "".join(f"\n  - {line}" for line in lines), call=call, remedy=remedy))

@@ -147,7 +147,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             {"key": dict(e["key"]), "date": str(e["date"]), "shapes": tuple(_shape(s) for s in e["shapes"])}
             for e in whole["entries"]
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -179,11 +179,14 @@ def remember(path: Path, device: str, date: str, shapes: Sequence[Measured]) -> 
 def _shape(said: Mapping[str, Any]) -> Measured:
     """One shape of the file; ValueError or TypeError unless each value is of its kind."""
     shape = Measured(**{**said, "order": tuple(said["order"])})
-    lengths, names = (
-        (shape.q_len, shape.k_len, shape.head_dim),
-        (*shape.order, *shape.wrong, *shape.failed, shape.dtype),
+    texts = (shape.dtype, *shape.order, *(x for why in (shape.wrong, shape.failed) for x in (*why, *why.values())))
+    right = (
+        all(type(n) is int and 0 < n < 2**63 for n in (shape.q_len, shape.k_len, shape.head_dim))
+        and type(shape.causal) is bool
+        and isinstance(said["order"], list)
+        and all(isinstance(text, str) for text in texts)
     )
-    if not all(type(n) is int and n > 0 for n in lengths) or not all(isinstance(name, str) for name in names):
+    if not right:
         raise ValueError(f"no such shape: {said}")
     return shape
 
