@@ -182,7 +182,7 @@ def _shape(said: Mapping[str, Any]) -> Measured:
     texts = (shape.dtype, *shape.order, *(x for why in (shape.wrong, shape.failed) for x in (*why, *why.values())))
     right = (
         all(type(n) is int and 0 < n < 2**63 for n in (shape.q_len, shape.k_len, shape.head_dim))
-        and type(shape.causal) is bool
+        and isinstance(said["causal"], bool)
         and isinstance(said["order"], list)
         and all(isinstance(text, str) for text in texts)
     )

@@ -180,6 +180,16 @@ def test_the_block_mask_is_torchs(name: str) -> None:
             assert torch.equal(a.where(counted, -1), b.where(counted, -1)), i
 
 
+@pytest.mark.parametrize("ids", [[-(1 << 63)] * 2 + [(1 << 63) - 1, 0], [0, 0, 2, 1], [1, 1, 0, 4]], ids=str)
+def test_no_query_has_the_segment_of_hidden_keys(ids: list[int]) -> None:
+    """Whatever ids the caller has, the extreme ones of int64 too."""
+    torch.manual_seed(0)
+    x, segments = torch.randn(1, 4, 2, 8), rt.Segments(torch.tensor([ids]))
+    mask = segments & rt.KeyPadding(torch.tensor([[True, False, True, False]]))
+    found, right = (rt.attention(x, x, x, mask, backend=name) for name in ("flex", "native_math"))
+    torch.testing.assert_close(found, right)
+
+
 def test_without_a_mask_there_is_one_block() -> None:
     q, k = heads_first(9, 70)
     theirs = BlockMask.from_kv_blocks(

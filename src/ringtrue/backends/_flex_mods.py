@@ -19,7 +19,7 @@ from ..contract import Mask, Options
 
 Mod = Callable[..., Tensor]
 NEVER = 1 << 30  # an end of a window beyond all keys
-HIDDEN = -(1 << 63)  # the segment of keys that nobody sees; no other may be called so
+HIDDEN = -(1 << 63)  # the segment of keys that nobody sees, where no other can be called so
 
 
 def ops() -> ModuleType:
@@ -119,8 +119,17 @@ def _segments(mask: Mask, q_len: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(keep.shape[0], q_len, dtype=torch.int64, device=keep.device), keep.long() - 1
     q_ids, k_ids = (x.long() for x in (mask.q_segments, mask.k_segments))
     if mask.key_keep is not None:
-        k_ids = k_ids.masked_fill(~mask.key_keep, HIDDEN)
+        hidden = k_ids.new_full((), HIDDEN) if mask.q_segments.dtype != torch.int64 else _unused(q_ids)
+        k_ids = torch.where(mask.key_keep, k_ids, hidden)
     return q_ids.contiguous(), k_ids.contiguous()
+
+
+def _unused(ids: Tensor) -> Tensor:
+    """(B, S) -> (B, 1): of the S + 1 numbers from 0 on, one that no id of the sample is."""
+    most = ids.shape[1]
+    taken = ids.new_zeros(ids.shape[0], most + 2, dtype=torch.uint8)
+    taken = taken.scatter(1, torch.where((ids >= 0) & (ids <= most), ids, most + 1), 1)
+    return taken[:, : most + 1].argmin(1, keepdim=True)
 
 
 @lru_cache(maxsize=256)
