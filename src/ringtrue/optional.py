@@ -58,7 +58,10 @@ def why_not(package: Package) -> Reason | None:
             return Reason(
                 "package-missing", f"{package.module} is not installed", package.module, seen, package.install
             )
-        return _broken(package, f"{name} cannot be imported: {told(error)}", version)
+        lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else package.module
+        elsewhere = not lacks.startswith(package.module.split(".")[0])  # then pip brings it
+        mend = package.install if elsewhere else anew(package.install)
+        return _broken(package, f"{name} cannot be imported: {told(error)}", version, mend)
     return None
 
 
@@ -97,8 +100,17 @@ def _version(package: Package, name: str, seen: str) -> Reason:
     )
 
 
-def _broken(package: Package, text: str, version: str) -> Reason:
-    return Reason("package-broken", text, f"a working {package.module}", version, package.install)
+def _broken(package: Package, text: str, version: str, mend: str | None = None) -> Reason:
+    mend = anew(package.install) if mend is None else mend
+    return Reason("package-broken", text, f"a working {package.module}", version, mend)
+
+
+def anew(install: str) -> str:
+    """The same for a package that is there: else pip finds it satisfied, or takes the build that it kept. Its own files
+    alone: with all that it needs, torch would be another."""
+    if "ringtrue[" in install:
+        return install
+    return install.replace("pip install ", "pip install --force-reinstall --no-deps --no-cache-dir ", 1)
 
 
 def _is_part(missing: str | None, module: str) -> bool:

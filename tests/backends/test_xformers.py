@@ -18,6 +18,7 @@ from ringtrue.audit.inputs import Case
 from ringtrue.backends import xformers
 from ringtrue.contract import Mask, Options, Reason, Wanted
 from ringtrue.edge import edge
+from ringtrue.optional import anew
 from standins import xformers_fmha
 
 RELEASED = {
@@ -159,7 +160,7 @@ def test_a_library_for_another_torch_is_told_in_its_words(installed: ModuleType)
     assert reason.code == "package-broken"
     assert reason.text.endswith("extensions. xFormers was built for: PyTorch 2.10.0+cu128")
     assert reason.value == f"xformers 0.0.35, torch {torch.__version__}"
-    assert reason.remedy == xformers.PACKAGE.install
+    assert reason.remedy == anew(xformers.PACKAGE.install)
 
 
 @pytest.mark.usefixtures("installed")

@@ -19,7 +19,9 @@ from typing import Any
 from ..contract import Package, Reason
 from ..optional import loaded, told
 
-PACKAGE = Package("kernels", "pip install kernels", at_least="0.14", attributes=("get_kernel", "get_local_kernel"))
+PACKAGE = Package(
+    "kernels", 'pip install "kernels>=0.14"', at_least="0.14", attributes=("get_kernel", "get_local_kernel")
+)
 
 
 @dataclass(frozen=True)

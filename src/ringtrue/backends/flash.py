@@ -45,8 +45,8 @@ FUNCTIONS = (
     "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
 )  # fmt: skip
 PACKAGE = Package(
-    "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation", distribution="flash-attn",
-    at_least="2.8", below="3", attributes=FUNCTIONS,
+    "flash_attn.flash_attn_interface", 'pip install "flash-attn>=2.8,<3" --no-build-isolation',
+    distribution="flash-attn", at_least="2.8", below="3", attributes=FUNCTIONS,
 )  # fmt: skip
 HUB = _hub.Kernel("kernels-community/flash-attn2", version=3, attributes=FUNCTIONS)
 

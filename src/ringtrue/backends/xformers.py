@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..contract import STAND_IN, Backend, Claims, ForwardOut, Grads, Mask, OpPair, Options, Package, Reason, Wanted
-from ..optional import loaded, why_not
+from ..optional import anew, loaded, why_not
 
 ARGUMENTS = {
     "memory_efficient_attention_forward_requires_grad": ("query", "key", "value", "attn_bias", "scale"),
@@ -154,7 +154,7 @@ def refused(device: str) -> Reason | None:
     release = getattr(importlib.import_module("xformers"), "__version__", "")
     return Reason(
         "package-broken", f"xformers is installed, but its operators refuse every input: {'; '.join(said)}",
-        "operators built for this torch", f"xformers {release}, torch {torch.__version__}", PACKAGE.install,
+        "operators built for this torch", f"xformers {release}, torch {torch.__version__}", anew(PACKAGE.install),
     )  # fmt: skip
 
 
