@@ -54,10 +54,11 @@ def why_not(package: Package) -> Reason | None:
         raise
     except BaseException as error:  # another project's code ran: it may raise anything, and exit, or panic as Rust does
         if isinstance(error, ModuleNotFoundError) and _is_part(error.name, package.module):
-            seen = f"{name} {version} without it" if version else "absent"
-            return Reason(
-                "package-missing", f"{package.module} is not installed", package.module, seen, package.install
-            )
+            if version:
+                text = f"{name} {version} is installed without {package.module}"
+                return _broken(package, text, version, anew(package.install))
+            text = f"{package.module} is not installed"
+            return Reason("package-missing", text, package.module, "absent", package.install)
         lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else package.module
         elsewhere = not lacks.startswith(package.module.split(".")[0])  # then pip brings it
         mend = package.install if elsewhere else anew(package.install)

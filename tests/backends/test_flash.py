@@ -44,6 +44,17 @@ def test_the_stand_in_has_the_arguments_of_2_8_3(name: str) -> None:
     assert own == RELEASED[name].split()
 
 
+def test_functions_of_another_release_are_told() -> None:
+    assert flash.unlike(flash_attn_2) is None
+    given = {name: getattr(flash_attn_2, name) for name in flash.FUNCTIONS}
+    hidden = SimpleNamespace(_init_fn=given["_flash_attn_forward"], __call__=None)  # as torch's custom ops are
+    assert flash.unlike(SimpleNamespace(**given | {"_flash_attn_forward": hidden})) is None
+    for other in (None, lambda q, k, v: None, lambda q, k, v, softmax_scale, dropout_p: None):
+        reason = flash.unlike(SimpleNamespace(**given | {"_flash_attn_forward": other}))
+        assert reason is not None
+        assert reason.code == "schema-moved"
+
+
 def test_the_stand_in_refuses_what_the_kernel_does() -> None:
     q, lse = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with pytest.raises(RuntimeError, match="does not support dropout"):

@@ -14,6 +14,7 @@ windows count within each sequence, so a call with padded keys or segments has n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from ..contract import (
     OpPair,
     Options,
     Package,
+    Reason,
     Wanted,
     shapes_only,
 )
@@ -41,9 +43,16 @@ from ._ends import ends_of
 from ._packed import kept_shapes, packing
 from ._philox import drawing, replayed
 
-FUNCTIONS = (
-    "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
-)  # fmt: skip
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+ENDS = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+GIVEN = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
+ARGUMENTS = {  # in this order, as a pair passes them
+    "_flash_attn_forward": ("q", "k", "v", *ENDS, "return_softmax"),
+    "_flash_attn_backward": (*GIVEN, *ENDS, "deterministic", "rng_state"),
+    "_flash_attn_varlen_forward": ("q", "k", "v", *LENGTHS, *ENDS[:3]),
+    "_flash_attn_varlen_backward": (*GIVEN, *LENGTHS, *ENDS, "deterministic", "rng_state"),
+}
+FUNCTIONS = tuple(ARGUMENTS)
 PACKAGE = Package(
     "flash_attn.flash_attn_interface", 'pip install "flash-attn>=2.8,<3" --no-build-isolation',
     distribution="flash-attn", at_least="2.8", below="3", attributes=FUNCTIONS,
@@ -166,11 +175,38 @@ def _varlen_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, opt
     return shapes_only(q, k, v, mask, rng, options)._replace(saved=kept_shapes(mask, q, k))
 
 
+def unavailable(device: str) -> Reason | None:
+    """Why the package cannot be used."""
+    return why_not(PACKAGE) or unlike(loaded(PACKAGE))
+
+
+def fetch(device: str) -> Reason | None:
+    """Why the hub's kernel cannot be had, or used."""
+    return _hub.fetch(HUB, device) or unlike(_hub.module(HUB))
+
+
+def unlike(module: Any) -> Reason | None:
+    """`schema-moved` where one of the functions takes other arguments; what says nothing of its own is believed."""
+    for name, pinned in ARGUMENTS.items():
+        function = getattr(module, name)
+        try:  # torch's custom ops hide the function that they are made of
+            there = inspect.signature(getattr(function, "_init_fn", function)).parameters
+        except (TypeError, ValueError):
+            there = inspect.signature(lambda: None).parameters
+        if any(p.kind is p.VAR_POSITIONAL for p in there.values()):
+            continue
+        seen = tuple(there)[: len(pinned)]
+        if seen != pinned:
+            problem = f"this flash-attn 2 has another {name}"
+            return Reason("schema-moved", problem, ", ".join(pinned), ", ".join(seen) or "none", PACKAGE.install)
+    return None
+
+
 FLASH = Backend(
     "flash",
     "flash-attn 2",
     {"cuda": make_pair("flash", partial(loaded, PACKAGE))},
-    lambda device: why_not(PACKAGE),
+    unavailable,
     packages=(PACKAGE,),
     verified={"cuda": STAND_IN},
 )
@@ -181,13 +217,13 @@ FLASH_HUB = Backend(
     lambda device: why_not(_hub.PACKAGE),
     packages=(_hub.PACKAGE,),
     verified={"cuda": STAND_IN},
-    fetch=partial(_hub.fetch, HUB),
+    fetch=fetch,
 )
 FLASH_VARLEN = Backend(
     "flash_varlen",
     "flash-attn 2, packed",
     {"cuda": make_varlen_pair("flash_varlen", partial(loaded, PACKAGE))},
-    lambda device: why_not(PACKAGE),
+    unavailable,
     packages=(PACKAGE,),
     verified={"cuda": STAND_IN},
 )
@@ -198,5 +234,5 @@ FLASH_VARLEN_HUB = Backend(
     lambda device: why_not(_hub.PACKAGE),
     packages=(_hub.PACKAGE,),
     verified={"cuda": STAND_IN},
-    fetch=partial(_hub.fetch, HUB),
+    fetch=fetch,
 )
