@@ -134,12 +134,18 @@ def _rows() -> list[tuple[str, Read]]:
         "min_capability": ("compute capability", capability),
         "gqa": ("grouped-query attention", lambda c: _said(c.gqa)),
         "max_head_dim": ("head dims", _head_dims),
-        "max_dropout_head_dim": ("head dims with dropout", lambda c: _up_to(c.max_dropout_head_dim)),
-        "max_deterministic_head_dim": ("head dims, deterministic", lambda c: _up_to(c.max_deterministic_head_dim)),
+        "max_dropout_head_dim": (
+            "head dims with dropout",
+            lambda c: _up_to(c.max_dropout_head_dim) if c.dropout else "none",
+        ),
+        "max_deterministic_head_dim": (
+            "head dims, deterministic",
+            lambda c: _up_to(c.max_deterministic_head_dim) if _exactly(c) else "none",
+        ),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
         "softcap": ("softcap", lambda c: _said(c.softcap)),
-        "softcap_dropout": ("softcap beside dropout", lambda c: _said(c.softcap_dropout)),
+        "softcap_dropout": ("softcap beside dropout", lambda c: _said(c.softcap and c.dropout and c.softcap_dropout)),
         "lse": ("log-sum-exp returned", lambda c: _said(c.lse)),
         "backward": ("gradients of q, k, v", _trains),
         "dbias": ("gradient of a float mask", lambda c: _said(c.dbias)),
@@ -173,6 +179,11 @@ def capability(claims: rt.Claims) -> str:
     if last is not None:
         return f"{first} to {last}" if first else f"up to {last}"
     return f"from {first} on" if first else "any"
+
+
+def _exactly(claims: rt.Claims) -> bool:
+    """Whether its backward can be deterministic."""
+    return claims.backward and (claims.deterministic or claims.deterministic_by_switch)
 
 
 def _head_dims(claims: rt.Claims) -> str:
