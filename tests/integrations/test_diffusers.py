@@ -9,6 +9,7 @@ import pickle
 import sys
 import types
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import diffusers
@@ -324,7 +325,11 @@ def test_other_releases_are_refused_by_version(version: str, monkeypatch: pytest
 
 @pytest.mark.usefixtures("asked_anew")
 def test_without_diffusers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
     monkeypatch.setitem(sys.modules, "diffusers", None)
+    monkeypatch.setattr("importlib.metadata.version", absent)
     with pytest.raises(rt.UnsupportedError, match=r"not installed[\s\S]*ringtrue\[diffusers\]"):
         ours.use(torch.nn.Linear(1, 1), "auto")
 
