@@ -140,7 +140,7 @@ def _rows() -> list[tuple[str, Read]]:
         ),
         "max_deterministic_head_dim": (
             "head dims, deterministic",
-            lambda c: _up_to(c.max_deterministic_head_dim) if _exactly(c) else "none",
+            lambda c: _up_to(c.max_deterministic_head_dim) if exactly(c) else "none",
         ),
         "value_dim": ("value dim other than head dim", lambda c: _said(c.value_dim)),
         "dropout": ("dropout", lambda c: _said(c.dropout)),
@@ -176,12 +176,14 @@ def _masks(claims: rt.Claims) -> str:
 def capability(claims: rt.Claims) -> str:
     """The compute capabilities that it runs on, in words."""
     first, last = (None if c is None else f"{c[0]}.{c[1]}" for c in (claims.min_capability, claims.max_capability))
+    if last is not None and first == last:
+        return last
     if last is not None:
         return f"{first} to {last}" if first else f"up to {last}"
     return f"from {first} on" if first else "any"
 
 
-def _exactly(claims: rt.Claims) -> bool:
+def exactly(claims: rt.Claims) -> bool:
     """Whether its backward can be deterministic."""
     return claims.backward and (claims.deterministic or claims.deterministic_by_switch)
 
