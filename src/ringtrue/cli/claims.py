@@ -154,7 +154,7 @@ def _rows() -> list[tuple[str, Read]]:
         "deterministic": ("deterministic backward", _deterministic),
         "arithmetic": ("softmax weights kept in", lambda c: ARITHMETIC.get(str(c.arithmetic), str(c.arithmetic))),
         "options": ("backend_options", lambda c: _joined(c.options, {})),
-        "functions": ("of these, functions of places", lambda c: _joined(c.functions, {})),
+        "functions": ("options that are functions of places", lambda c: _joined(c.functions, {})),
     }
     others = [name for name in fields if name not in known and not _made_alike(name)]
     generic = {name: (name.replace("_", " "), lambda c, name=name: _said(getattr(c, name))) for name in others}
