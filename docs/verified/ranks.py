@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from ranks_plot import draw  # noqa: E402
 from ranks_work import modes, ways  # noqa: E402
 
 import ringtrue as rt  # noqa: E402
-from ringtrue.backends import REGISTRY  # noqa: E402
 from ringtrue.bench.environment import environment  # noqa: E402
 from ringtrue.cli.pool import Pool, Task, WorkerError  # noqa: E402
 
@@ -74,12 +72,6 @@ def shortly(error: Exception) -> str:
     """What processes said, without their stacks."""
     lines = [line for line in str(error).splitlines() if re.match(r"\S", line) and not line.startswith("Traceback")]
     return "; ".join(lines)[:800]
-
-
-def packages(names: list[str]) -> dict[str, str]:
-    """The releases of the optional packages that these backends need."""
-    needed = {p.distribution or p.module.split(".")[0] for b in REGISTRY if b.name in names for p in b.packages}
-    return {name: version(name) for name in sorted(needed)}
 
 
 def draws(crew: Crew, asked: argparse.Namespace, backend: str) -> Iterator[list[Row]]:
@@ -186,7 +178,7 @@ def run(asked: argparse.Namespace, found: dict[str, Any], write: Callable[[], No
     gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
     here = {s.name for s in rt.backends() if s.device == asked.device and s.unavailable is None}
     names = [name for name in asked.backends if name in here]
-    found["versions"] = environment(asked.device, asked.commit) | {"gpus": str(gpus)} | packages(names)
+    found["versions"] = environment(asked.device, asked.commit) | {"gpus": str(gpus)}
     if gpus:
         found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     found["shape"], found["not_here"] = [1, "S", asked.heads, asked.dim], sorted({*asked.backends} - here)

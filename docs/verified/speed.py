@@ -12,7 +12,6 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringtrue as rt
-from ringtrue.backends import REGISTRY
 from ringtrue.bench.environment import environment
 from ringtrue.bench.pair import TORCH
 from ringtrue.bench.timing import Work, extra_peak, in_turn
@@ -86,12 +84,6 @@ def measured(length: int, dim: int, *, causal: bool, names: Sequence[str], repet
     return list(rows.values())
 
 
-def packages(names: Sequence[str]) -> dict[str, str]:
-    """The releases of the optional packages that these backends need."""
-    needed = {p.distribution or p.module.split(".")[0] for b in REGISTRY if b.name in names for p in b.packages}
-    return {name: version(name) for name in sorted(needed)}
-
-
 def page(name: str, found: dict[str, Any]) -> str:
     """The readable half."""
     lines = [f"# {name}", "", f"`python docs/verified/speed.py {name}`", ""]
@@ -123,20 +115,16 @@ def main() -> None:
     asked = parser.parse_args()
     here = [s.name for s in rt.backends() if s.device == "cuda" and s.unavailable is None and s.claims.backward]
     names = asked.backends.split(",") if asked.backends else [n for n in here if n != "native_math"]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found = {"versions": environment("cuda", asked.commit), "repetitions": asked.repetitions, "rows": rows}
+    asked.out.mkdir(parents=True, exist_ok=True)
     for dim in DIMS:
         for length in LENGTHS:
             for causal in (False, True):
                 rows += measured(length, dim, causal=causal, names=names, repetitions=asked.repetitions)
                 print(length, dim, causal, flush=True)
-    found = {
-        "versions": environment("cuda", asked.commit) | packages(names),
-        "repetitions": asked.repetitions,
-        "rows": rows,
-    }
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / f"{asked.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    (asked.out / f"{asked.name}.md").write_text(page(asked.name, found), "utf-8")
+                (asked.out / f"{asked.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+                (asked.out / f"{asked.name}.md").write_text(page(asked.name, found), "utf-8")
 
 
 if __name__ == "__main__":

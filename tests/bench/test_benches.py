@@ -107,3 +107,11 @@ def test_environment() -> None:
     assert found["torch"] == torch.__version__
     assert {"ringtrue", "diffusers", "python", "threads", "system", "device"} <= found.keys()
     assert environment("cpu")["commit"]
+
+
+def test_the_environment_names_the_optional_packages_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"flash-attn-4": "4.0.0b36", "diffusers": "0.42.1"}
+    monkeypatch.setattr("ringtrue.bench.environment._distribution", lambda name: installed.get(name, "not installed"))
+    found = environment("cpu", commit="abc")
+    assert found["flash-attn-4"] == "4.0.0b36"
+    assert "sageattention" not in found

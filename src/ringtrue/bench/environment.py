@@ -1,4 +1,4 @@
-"""What measured numbers belong to: versions, device, threads, commit."""
+"""What measured numbers belong to: versions, of optional packages too, device, threads, commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def environment(device: str, commit: str = "") -> dict[str, str]:
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
         }
-    return found
+    needed = {p.distribution or p.module.split(".")[0] for support in rt.backends() for p in support.packages}
+    there = ((name, _distribution(name)) for name in sorted(needed))
+    return found | {name: version for name, version in there if version != "not installed"}
 
 
 def _distribution(name: str) -> str:
