@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import Mask
+from ..contract import ForwardOut, Mask, Options, shapes_only
 from ..errors import UnsupportedError, message
 
+PACKED_KINDS = frozenset({"key_keep", "segments"})  # of masks; beside causal a kernel counts inside each sequence
 MOST_SEQUENCES = 65535  # kernels have a sequence a block in the second dim of their grid, which ends there
 
 
@@ -95,6 +96,11 @@ def kept_shapes(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     ends = (queries if sorts else q.shape[0]) + 1
     sizes = ((queries if sorts else 0, torch.int64), (keys, torch.int64), (ends, torch.int32), (ends, torch.int32))
     return (*(q.new_empty(size, dtype=dtype) for size, dtype in sizes), torch.empty(6, dtype=torch.int64, device="cpu"))
+
+
+def packed_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
+    """A packed forward without its numbers (OpPair.shapes)."""
+    return shapes_only(q, k, v, mask, rng, options)._replace(saved=kept_shapes(mask, q, k))
 
 
 def _reorders(mask: Mask) -> bool:

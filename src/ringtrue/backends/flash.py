@@ -35,12 +35,11 @@ from ..contract import (
     Package,
     Reason,
     Wanted,
-    shapes_only,
 )
 from ..optional import loaded, why_not
 from . import _hub
 from ._ends import ends_of
-from ._packed import kept_shapes, packing
+from ._packed import PACKED_KINDS, packed_shapes, packing
 from ._philox import drawing, replayed
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -75,8 +74,7 @@ CLAIMS = Claims(
     softcap_dropout=False,
     arithmetic="16-bit",
 )
-VARLEN_KINDS = frozenset({"key_keep", "segments"})
-VARLEN_CLAIMS = replace(CLAIMS, masks=CLAIMS.masks | VARLEN_KINDS, alone=VARLEN_KINDS)
+VARLEN_CLAIMS = replace(CLAIMS, masks=CLAIMS.masks | PACKED_KINDS, alone=PACKED_KINDS)
 
 
 def make_pair(name: str, load: Callable[[], Any]) -> OpPair:
@@ -87,7 +85,7 @@ def make_pair(name: str, load: Callable[[], Any]) -> OpPair:
 def make_varlen_pair(name: str, load: Callable[[], Any]) -> OpPair:
     """The pair around a module with flash-attn 2's varlen functions."""
     forward, backward = partial(_varlen_forward, load), partial(_varlen_backward, load)
-    return OpPair(name, forward, backward, VARLEN_CLAIMS, shapes=_varlen_shapes)
+    return OpPair(name, forward, backward, VARLEN_CLAIMS, shapes=packed_shapes)
 
 
 def _forward(
@@ -169,10 +167,6 @@ def _varlen_backward(
     )  # fmt: skip
     back = (packed.queries_back, packed.keys_back, packed.keys_back)
     return Grads(*(to(grad, batch) if w else None for to, grad, w in zip(back, grads, wanted[:3], strict=True)))
-
-
-def _varlen_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
-    return shapes_only(q, k, v, mask, rng, options)._replace(saved=kept_shapes(mask, q, k))
 
 
 def unavailable(device: str) -> Reason | None:

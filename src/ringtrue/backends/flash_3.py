@@ -33,12 +33,11 @@ from ..contract import (
     Package,
     Reason,
     Wanted,
-    shapes_only,
 )
 from ..optional import loaded, why_not
 from . import _hub
 from ._ends import ends_of
-from ._packed import kept_shapes, packing
+from ._packed import PACKED_KINDS, packed_shapes, packing
 
 FUNCTIONS = ("_flash_attn_forward", "_flash_attn_backward")
 PACKAGE = Package(
@@ -70,8 +69,7 @@ CLAIMS = Claims(
     softcap=True,
     arithmetic="16-bit",
 )
-VARLEN_KINDS = frozenset({"key_keep", "segments"})
-VARLEN_CLAIMS = replace(CLAIMS, masks=CLAIMS.masks | VARLEN_KINDS, alone=VARLEN_KINDS)
+VARLEN_CLAIMS = replace(CLAIMS, masks=CLAIMS.masks | PACKED_KINDS, alone=PACKED_KINDS)
 
 
 def make_pair(name: str, load: Callable[[], Any]) -> OpPair:
@@ -82,7 +80,7 @@ def make_pair(name: str, load: Callable[[], Any]) -> OpPair:
 def make_varlen_pair(name: str, load: Callable[[], Any]) -> OpPair:
     """The pair that hands the same functions packed sequences."""
     forward, backward = partial(_varlen_forward, load), partial(_varlen_backward, load)
-    return OpPair(name, forward, backward, VARLEN_CLAIMS, shapes=_varlen_shapes)
+    return OpPair(name, forward, backward, VARLEN_CLAIMS, shapes=packed_shapes)
 
 
 def _forward(
@@ -160,10 +158,6 @@ def _varlen_backward(
     )  # fmt: skip
     back = ((packed.queries_back, dq), (packed.keys_back, dk), (packed.keys_back, dv))
     return Grads(*(to(grad, batch) if w else None for (to, grad), w in zip(back, wanted[:3], strict=True)))
-
-
-def _varlen_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rng: object, options: Options) -> ForwardOut:
-    return shapes_only(q, k, v, mask, rng, options)._replace(saved=kept_shapes(mask, q, k))
 
 
 def _shared(mask: Mask, q: Tensor, k: Tensor, options: Options) -> tuple[bool, dict[str, float]]:
